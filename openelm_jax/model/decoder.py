@@ -1,0 +1,229 @@
+"""The OpenELM decoder: pre-norm, QK-norm, grouped queries, SwiGLU, every layer its own width.
+
+Legend: B batch, T time, S cache length, D model, N query heads, K kv heads, H head dim, F ffn,
+V vocab. Kernels are stored [in, out], embedding and head [V, D]; parameters are float32 and cast
+to the compute dtype where they are used. No layer is scanned over: no two need be alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from openelm_jax.config import ModelConfig
+from openelm_jax.model.attention import Attend, attend, rotate
+from openelm_jax.model.cache import Cache, LayerCache, write_cache
+from openelm_jax.model.scaling import LayerShape, layer_shapes
+
+Params = dict[str, Any]
+Gather = Callable[[jax.Array], jax.Array]
+
+NORM_EPS = {"rms_norm": 1e-6, "layer_norm": 1e-5}
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "swish": jax.nn.silu,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+}
+
+
+def keep(weight: jax.Array) -> jax.Array:
+    """Return a weight as it is: the `gather` of a model that is not sharded."""
+    return weight
+
+
+class Norm(nn.Module):
+    """RMSNorm, or LayerNorm with a bias: statistics in float32, cast back, then scaled.
+
+    (`rms_norm.py` of CoreNet: the product with the weight comes after the cast.)
+    """
+
+    kind: str
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), jnp.float32)
+        x_f32 = x.astype(jnp.float32)
+        if self.kind == "layer_norm":
+            x_f32 -= x_f32.mean(axis=-1, keepdims=True)
+        mean_square = jnp.square(x_f32).mean(axis=-1, keepdims=True)
+        normal = (x_f32 * jax.lax.rsqrt(mean_square + NORM_EPS[self.kind])).astype(x.dtype) * scale
+        if self.kind == "layer_norm":
+            normal += self.param("bias", nn.initializers.zeros, (x.shape[-1],), jnp.float32)
+        return normal.astype(x.dtype)
+
+
+class Attention(nn.Module):
+    """Fused q|k|v projection, QK-norm, rotary embedding, grouped-query attention."""
+
+    config: ModelConfig
+    shape: LayerShape
+    attend: Attend
+    gather: Gather
+
+    @nn.compact
+    def __call__(
+        self, x_BTD: jax.Array, positions_BT: jax.Array | None, cache: LayerCache | None
+    ) -> tuple[jax.Array, LayerCache | None]:
+        config, shape = self.config, self.shape
+        qkv = _kernel(self, "qkv", config.model_dim, shape.query_dim + 2 * shape.kv_dim)
+        out = _kernel(self, "out", shape.query_dim, config.model_dim, _residual_std(config))
+
+        heads = x_BTD @ self.gather(qkv).astype(x_BTD.dtype)
+        heads = heads.reshape(*x_BTD.shape[:2], -1, config.head_dim)
+        query_BTNH, key_BTKH, value_BTKH = jnp.split(
+            heads,
+            [shape.num_query_heads, shape.num_query_heads + shape.num_kv_heads],
+            axis=2,
+        )
+        if config.normalize_qk_projections:
+            query_BTNH = Norm(config.normalization, name="query_norm")(query_BTNH)
+            key_BTKH = Norm(config.normalization, name="key_norm")(key_BTKH)
+        rotate_at = jnp.arange(x_BTD.shape[1])[None] if positions_BT is None else positions_BT
+        query_BTNH = rotate(query_BTNH, rotate_at, config.rope_base)
+        key_BTKH = rotate(key_BTKH, rotate_at, config.rope_base)
+
+        if cache is None:
+            mixed_BTNH = self.attend(query_BTNH, key_BTKH, value_BTKH, None)
+        else:
+            assert positions_BT is not None, "a cache needs positions"
+            cache = write_cache(cache, key_BTKH, value_BTKH, positions_BT)
+            key_BSKH = cache.key_BSKH.astype(x_BTD.dtype)
+            value_BSKH = cache.value_BSKH.astype(x_BTD.dtype)
+            mixed_BTNH = self.attend(query_BTNH, key_BSKH, value_BSKH, positions_BT)
+        mixed_BTE = mixed_BTNH.reshape(*x_BTD.shape[:2], shape.query_dim)
+        return mixed_BTE @ self.gather(out).astype(x_BTD.dtype), cache
+
+
+class FeedForward(nn.Module):
+    """down(activation(gate x) * up x), gate and up fused in that order; or without the gate."""
+
+    config: ModelConfig
+    shape: LayerShape
+    gather: Gather
+
+    @nn.compact
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        config, ffn_dim = self.config, self.shape.ffn_dim
+        activation = ACTIVATIONS[config.activation]
+        up = _kernel(self, "up", config.model_dim, (2 if config.ffn_with_glu else 1) * ffn_dim)
+        down = _kernel(self, "down", ffn_dim, config.model_dim, _residual_std(config))
+
+        wide = x_BTD @ self.gather(up).astype(x_BTD.dtype)
+        if config.ffn_with_glu:
+            gate_BTF, up_BTF = jnp.split(wide, 2, axis=-1)
+            wide_BTF = activation(gate_BTF) * up_BTF
+        else:
+            wide_BTF = activation(wide)
+        return wide_BTF @ self.gather(down).astype(x_BTD.dtype)
+
+
+class Block(nn.Module):
+    """One layer: x + attention(norm(x)), then x + ffn(norm(x))."""
+
+    config: ModelConfig
+    shape: LayerShape
+    attend: Attend
+    gather: Gather
+
+    @nn.compact
+    def __call__(
+        self, x_BTD: jax.Array, positions_BT: jax.Array | None, cache: LayerCache | None
+    ) -> tuple[jax.Array, LayerCache | None]:
+        config, shape = self.config, self.shape
+        normal = Norm(config.normalization, name="attention_norm")(x_BTD)
+        mixed, cache = Attention(config, shape, self.attend, self.gather, name="attention")(
+            normal, positions_BT, cache
+        )
+        x_BTD = x_BTD + mixed
+        normal = Norm(config.normalization, name="ffn_norm")(x_BTD)
+        return x_BTD + FeedForward(config, shape, self.gather, name="ffn")(normal), cache
+
+
+class Decoder(nn.Module):
+    """Tokens to logits.
+
+    `attend` and `gather` are where a mesh enters: the first computes attention, the second is
+    called on each matrix where it is used. `remat` recomputes every block in the backward pass.
+    """
+
+    config: ModelConfig
+    dtype: Any = jnp.float32
+    remat: bool = False
+    attend: Attend = attend
+    gather: Gather = keep
+
+    def setup(self) -> None:
+        config = self.config
+        block = nn.remat(Block) if self.remat else Block
+        self.layers = [
+            block(config, shape, self.attend, self.gather) for shape in layer_shapes(config)
+        ]
+        self.final_norm = Norm(config.normalization)
+        std = config.model_dim**-0.5
+        table = (config.vocab_size, config.model_dim)
+        self.embedding = self.param("embedding", nn.initializers.normal(std), table, jnp.float32)
+        if not config.tie_embeddings:
+            self.head = self.param("head", nn.initializers.normal(std), table, jnp.float32)
+
+    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
+        """Return float32 logits [B, T, V] of the token after each of `tokens_BT`."""
+        hidden_BTD, _ = self.hidden(tokens_BT)
+        return self.logits(hidden_BTD)
+
+    def hidden(
+        self,
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array | None = None,
+        cache: Cache | None = None,
+    ) -> tuple[jax.Array, Cache | None]:
+        """Return the normed last layer [B, T, D] and the updated cache (None if none was given).
+
+        Positions default to 0..T-1; with a cache they must be given.
+        """
+        x_BTD = self.gather(self.embedding).astype(self.dtype)[tokens_BT]
+        layer_caches: list[Any] = []
+        for i, layer in enumerate(self.layers):
+            x_BTD, layer_cache = layer(x_BTD, positions_BT, None if cache is None else cache[i])
+            layer_caches.append(layer_cache)
+        return self.final_norm(x_BTD), None if cache is None else tuple(layer_caches)
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """Return float32 logits [..., V] of hidden states [..., D]."""
+        head_VD = self.gather(head_matrix(self)).astype(hidden.dtype)
+        return jnp.einsum("...D,VD->...V", hidden, head_VD, preferred_element_type=jnp.float32)
+
+
+def head_matrix(decoder: Decoder) -> jax.Array:
+    """Return the matrix [V, D] that makes logits: the embedding, or the head of its own."""
+    return decoder.embedding if decoder.config.tie_embeddings else decoder.head
+
+
+def head_of(config: ModelConfig, params: Params) -> jax.Array:
+    """Return that matrix [V, D] from a parameter tree."""
+    return params["embedding"] if config.tie_embeddings else params["head"]
+
+
+def init_params(config: ModelConfig, seed: int) -> Params:
+    """Return float32 parameters drawn as the reference draws them (`reset_parameters`).
+
+    Normal, not truncated: std D^-0.5 for embedding, head and input projections, and
+    D^-0.5 (2 num_layers)^-0.5 for the projections back into the residual stream; norms are 1.
+    """
+    tokens = jnp.zeros((1, 1), jnp.int32)
+    init = jax.jit(Decoder(config).init)
+    return init(jax.random.key(seed), tokens)["params"]
+
+
+def _kernel(
+    module: nn.Module, name: str, dim_in: int, dim_out: int, std: float | None = None
+) -> jax.Array:
+    init = nn.initializers.normal(dim_in**-0.5 if std is None else std)
+    return module.param(name, init, (dim_in, dim_out), jnp.float32)
+
+
+def _residual_std(config: ModelConfig) -> float:
+    """Uses D, not the projection's own input width: so does the reference."""
+    return config.model_dim**-0.5 * (2 * config.num_layers) ** -0.5
