@@ -1,0 +1,25 @@
+"""What a step changes."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from openelm_jax.model.decoder import Params
+
+
+class TrainState(NamedTuple):
+    """Float32 parameters, the optimiser's moments, and the number of updates done (int32)."""
+
+    step: jax.Array
+    params: Params
+    moments: Any
+
+
+def new_state(params: Params, optimizer: optax.GradientTransformation) -> TrainState:
+    """Return the state before the first update."""
+    moments = jax.jit(optimizer.init)(params)
+    return TrainState(step=jnp.zeros((), jnp.int32), params=params, moments=moments)
