@@ -1,0 +1,101 @@
+"""Text from a checkpoint: `python -m openelm_jax.generate --from runs/tiny --prompt "..."`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from openelm_jax.command_line import command_parser, run
+from openelm_jax.errors import UserError
+
+EXAMPLES = """
+python -m openelm_jax.generate --from runs/tiny --prompt "The state of the Union"
+python -m openelm_jax.generate --from runs/tiny@500 --prompt-file prompts.txt --json
+"""
+
+
+def main(argv: list[str]) -> None:
+    """Print each prompt with its continuation, or one JSON object a prompt."""
+    arguments = _parse(argv)
+    prompts = _prompts(arguments)
+
+    from openelm_jax.generation.language_model import load
+    from openelm_jax.generation.sampling import Sampling
+
+    sampling = Sampling(
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        seed=arguments.seed,
+    )
+    model = load(arguments.where, arguments.tokenizer)
+
+    if arguments.stream:
+        for row, prompt in enumerate(prompts):
+            print(prompt, end="", flush=True)
+            for piece in model.stream(prompt, arguments.max_tokens, sampling, row):
+                print(piece, end="", flush=True)
+            print("\n" if row + 1 < len(prompts) else "", flush=True)
+        return
+    completions = model.complete(prompts, arguments.max_tokens, sampling)
+    if arguments.json:
+        for completion in completions:
+            fields = {
+                "prompt": completion.prompt,
+                "text": completion.text,
+                "tokens": completion.tokens,
+                "finish_reason": completion.finish_reason,
+            }
+            print(json.dumps(fields, ensure_ascii=False))
+    else:
+        print("\n\n".join(completion.prompt + completion.text for completion in completions))
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = command_parser(
+        "generate",
+        "Text from a checkpoint: each prompt with its continuation, on stdout.",
+        EXAMPLES,
+        "--from WHERE --prompt TEXT [--FLAG VALUE ...]",
+    )
+    flag = parser.add_argument
+    flag(
+        "--from",
+        dest="where",
+        metavar="WHERE",
+        required=True,
+        help="a run directory, RUN@STEP, or a Hugging Face or MLX directory",
+    )
+    flag("--prompt", action="append", metavar="TEXT", help="again for a batch of them")
+    flag("--prompt-file", metavar="FILE", help="one prompt a line")
+    flag("--max-tokens", type=int, default=128, metavar="N", help="new tokens at most (128)")
+    flag("--temperature", type=float, default=0.8, metavar="X", help="0 is greedy (0.8)")
+    flag("--top-k", type=int, default=0, metavar="K", help="only the K likeliest tokens; 0: all")
+    flag("--top-p", type=float, default=0.95, metavar="P", help="only the top share P (0.95)")
+    flag("--seed", type=int, default=0, metavar="N", help="same seed, same text (0)")
+    flag("--tokenizer", metavar="FILE", help="SentencePiece file, if WHERE has none or another")
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("--stream", action="store_true", help="print the text as it comes")
+    output.add_argument("--json", action="store_true", help="one JSON object a prompt")
+    arguments = parser.parse_args(argv)
+    if not arguments.prompt and not arguments.prompt_file:
+        parser.error("give --prompt TEXT or --prompt-file FILE")
+    return arguments
+
+
+def _prompts(arguments: argparse.Namespace) -> list[str]:
+    prompts = list(arguments.prompt or [])
+    if arguments.prompt_file:
+        try:
+            text = Path(arguments.prompt_file).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as fault:
+            raise UserError(f"--prompt-file {arguments.prompt_file}: {fault}.") from None
+        prompts += [line for line in text.splitlines() if line]
+        if not prompts:
+            raise UserError(f"--prompt-file {arguments.prompt_file} holds no prompt.")
+    return prompts
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,172 @@
+"""A loaded model with its tokenizer: text in, text out.
+
+Legend: B batch, T time, V vocab.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from openelm_jax.config import DType, ModelConfig
+from openelm_jax.errors import UserError
+from openelm_jax.generation import engine
+from openelm_jax.generation.sampling import Sampling
+from openelm_jax.model.decoder import Decoder, Params
+from openelm_jax.tokenizer import Tokenizer
+from openelm_jax.weights.load import load_weights
+
+
+def load(
+    where: str | Path, tokenizer: str | Path | None = None, dtype: DType | None = None
+) -> LanguageModel:
+    """Return the model in `where`: whatever `--from` accepts.
+
+    `tokenizer` is a SentencePiece file that supplies or overrides the model's own. Computes in
+    `dtype`, by default float32 on a CPU and bfloat16 on accelerators.
+    """
+    weights = load_weights(where, tokenizer)
+    if dtype is None:
+        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    return LanguageModel(weights.config, weights.params, weights.tokenizer, dtype)
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A prompt, and the text and tokens that continue it; `stop` is </s>, `length` the limit."""
+
+    prompt: str
+    text: str
+    tokens: tuple[int, ...]
+    finish_reason: Literal["stop", "length"]
+
+
+@dataclass(frozen=True, eq=False)
+class LanguageModel:
+    """A model ready to use: parameters on the host in float32, a tokenizer or None."""
+
+    config: ModelConfig
+    params: Params
+    tokenizer: Tokenizer | None
+    dtype: DType
+
+    def logits(self, tokens_BT: np.ndarray) -> np.ndarray:
+        """Return the float32 logits [B, T, V] of the token after each of `tokens_BT`."""
+        tokens_BT = np.asarray(tokens_BT, np.int32)
+        with jax.default_matmul_precision(engine.precision(self.dtype)):
+            return np.asarray(_logits(self.config, self.dtype, self._device_params, tokens_BT))
+
+    def generate(
+        self,
+        prompts: Sequence[str],
+        max_tokens: int = 128,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+    ) -> list[str]:
+        """Return the text that continues each prompt; temperature 0 is greedy."""
+        sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+        return [completion.text for completion in self.complete(prompts, max_tokens, sampling)]
+
+    def complete(
+        self, prompts: Sequence[str], max_tokens: int, sampling: Sampling
+    ) -> list[Completion]:
+        """Return each prompt's continuation with its tokens and the reason of its end."""
+        if isinstance(prompts, str):
+            raise UserError("prompts is one string: give a list of them.")
+        if not prompts:
+            return []
+        tokenizer = self._need_tokenizer()
+        ids = [self._prompt_ids(prompt) for prompt in prompts]
+        continuations = engine.generate(
+            self.config,
+            self._device_params,
+            ids,
+            max_tokens=max_tokens,
+            eos_id=tokenizer.eos_id,
+            vocab_size=tokenizer.vocab_size,
+            sampling=sampling,
+            dtype=self.dtype,
+        )
+        return [
+            Completion(
+                prompt, _new_text(tokenizer, before, new.tokens), new.tokens, new.finish_reason
+            )
+            for prompt, before, new in zip(prompts, ids, continuations, strict=True)
+        ]
+
+    def stream(
+        self, prompt: str, max_tokens: int, sampling: Sampling, row: int = 0
+    ) -> Iterator[str]:
+        """Yield in pieces the text that continues `prompt`, as `complete` does its prompt `row`.
+
+        A character is held back until all its bytes are there.
+        """
+        tokenizer = self._need_tokenizer()
+        ids = self._prompt_ids(prompt)
+        blocks = engine.stream(
+            self.config,
+            self._device_params,
+            [ids],
+            max_tokens=max_tokens,
+            eos_id=tokenizer.eos_id,
+            vocab_size=tokenizer.vocab_size,
+            sampling=sampling,
+            dtype=self.dtype,
+            first_row=row,
+            block=1,
+        )
+        new: list[int] = []
+        shown = ""
+        for tokens_1I in blocks:
+            new += [token for token in tokens_1I[0].tolist() if token != tokenizer.eos_id]
+            text = _new_text(tokenizer, ids, new)
+            complete = text.rstrip(_REPLACEMENT)
+            if len(complete) > len(shown):
+                yield complete[len(shown) :]
+                shown = complete
+        if len(rest := _new_text(tokenizer, ids, new)) > len(shown):
+            yield rest[len(shown) :]
+
+    @cached_property
+    def _device_params(self) -> Params:
+        """The parameters as the model uses them: matrices in `dtype`, norms in float32."""
+
+        def place(array: np.ndarray) -> jax.Array:
+            return jnp.asarray(array, self.dtype if array.ndim > 1 else jnp.float32)
+
+        return jax.tree.map(place, self.params)
+
+    def _prompt_ids(self, prompt: str) -> list[int]:
+        tokenizer = self._need_tokenizer()
+        return [tokenizer.bos_id, *tokenizer.encode(prompt).tolist()]
+
+    def _need_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise UserError(
+                "text needs a tokenizer and these weights come without one: "
+                "give a SentencePiece file with --tokenizer FILE, or load(..., tokenizer=FILE)."
+            )
+        return self.tokenizer
+
+
+_REPLACEMENT = "\ufffd"
+
+
+def _new_text(tokenizer: Tokenizer, before: Sequence[int], new: Sequence[int]) -> str:
+    """Return what `new` adds to the text of `before`: alone it would lose its leading space."""
+    return tokenizer.decode([*before, *new])[len(tokenizer.decode(before)) :]
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _logits(config: ModelConfig, dtype: DType, params: Params, tokens_BT: jax.Array) -> jax.Array:
+    logits_BTV: Any = Decoder(config, dtype=dtype).apply({"params": params}, tokens_BT)
+    return logits_BTV
