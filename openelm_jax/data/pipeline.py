@@ -1,0 +1,220 @@
+"""From shards to batches, endlessly, with the exact position after each.
+
+    data = open_data(config, tokenizer, row_length=2049, global_batch_size=2048)
+    rows_BL, position = next(data)
+
+B rows of the global batch, L tokens of a row (one more than the context).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from openelm_jax.config import DataConfig
+from openelm_jax.data import order
+from openelm_jax.data.engine import DatasetIterator
+from openelm_jax.data.lanes import LaneGroup, Plan
+from openelm_jax.data.manifest import Source, list_manifest
+from openelm_jax.data.position import Position, check_fingerprint, count
+from openelm_jax.data.readers import read_blocks
+from openelm_jax.data.text import PROBE_BYTES, check_source, passes_char_filter, read_texts
+from openelm_jax.data.validation import ValidationSet, validation_set
+from openelm_jax.errors import UserError
+from openelm_jax.tokenizer import Tokenizer
+
+__all__ = [
+    "DataIterator",
+    "Position",
+    "ValidationSet",
+    "open_data",
+    "training_texts",
+    "validation_set",
+]
+
+# Raised whenever the same settings would give other rows than before.
+ORDER_VERSION = 1
+MOST_LANES = 256
+BYTES_PER_LANE = 2_000_000
+# All streams of a run may be open in one process: their blocks fit in memory together.
+MOST_BLOCK_BYTES = 4 << 20
+ALL_BLOCKS_BYTES = 2 << 30
+
+
+def open_data(
+    config: DataConfig, tokenizer: Tokenizer, *, row_length: int, global_batch_size: int
+) -> DataIterator:
+    """Return the endless batches of `config`'s mixture, from the first one on.
+
+    Raises UserError for data that is missing or cannot be used, at once where a first look
+    shows it.
+    """
+    manifest = list_manifest(config)
+    for source in manifest.sources:
+        check_source(source, source.shards)
+    lanes = config.lanes or choose_lanes(manifest.num_bytes, global_batch_size)
+    assert global_batch_size % lanes == 0, (global_batch_size, lanes)
+    plan = Plan(
+        manifest=manifest,
+        tokenizer=tokenizer,
+        row_length=row_length,
+        global_batch_size=global_batch_size,
+        lanes=lanes,
+        min_chars=config.min_chars,
+        min_tokens=config.min_tokens,
+        max_bad_fraction=config.max_bad_fraction,
+        seed=config.seed,
+        block_bytes=min(MOST_BLOCK_BYTES, ALL_BLOCKS_BYTES // (lanes * len(manifest.sources))),
+    )
+    for index in range(len(manifest.sources)):
+        _check_lanes(plan, index)
+    return DataIterator(plan, _fingerprint(config, plan))
+
+
+def training_texts(config: DataConfig) -> Iterator[str]:
+    """Return the training documents that pass the character filter, once, in manifest order.
+
+    Raises UserError at once for data that is missing.
+    """
+    manifest = list_manifest(config)
+    for source in manifest.sources:
+        check_source(source, source.shards)
+    return (
+        text
+        for source in manifest.sources
+        for text in read_texts(source, source.shards, config.max_bad_fraction)
+        if passes_char_filter(text, config.min_chars)
+    )
+
+
+def choose_lanes(num_bytes: int, global_batch_size: int) -> int:
+    """Return the largest divisor of the batch that is at most 256 and leaves 2 MB to each lane."""
+    most = max(1, min(MOST_LANES, num_bytes // BYTES_PER_LANE))
+    return max(lanes for lanes in _divisors(global_batch_size) if lanes <= most)
+
+
+class DataIterator(DatasetIterator):
+    """Endless (rows int32 [B, L], position after them); a position can be gone back to at any time.
+
+    One thread at a time may use it.
+    """
+
+    def __init__(self, plan: Plan, fingerprint: dict[str, Any]) -> None:
+        super().__init__()
+        self._plan = plan
+        self.fingerprint = fingerprint
+        self._go_to(0, plan.first_states_NSC())
+
+    def __next__(self) -> tuple[np.ndarray, Position]:
+        plan = self._plan
+        rows_NRL = np.empty((plan.lanes, plan.rows_per_lane, plan.row_length), dtype=np.int32)
+        missing = plan.lanes
+        while missing:
+            element = next(self._group)
+            assert element["step"] == self._step
+            rows_NRL[element["lanes"]] = element["rows"]
+            self._table_NSC[element["lanes"]] = element["states"]
+            missing -= len(element["lanes"])
+        self._step += 1
+        return rows_NRL.reshape(plan.global_batch_size, plan.row_length), self.get_state()
+
+    def get_state(self) -> Any:
+        """Return the position of the next batch."""
+        return Position(
+            step=self._step, fingerprint=self.fingerprint, table_NSC=self._table_NSC.copy()
+        )
+
+    def set_state(self, state: Any) -> None:
+        """Go to a position; raises UserError when it belongs to other data."""
+        check_fingerprint(state.fingerprint, self.fingerprint)
+        self._group.close()
+        self._go_to(state.step, state.table_NSC)
+
+    def counters(self, position: Position) -> dict[str, dict[str, int]]:
+        """Return for each source what had been read, dropped and kept at a position."""
+        return {
+            source.name: count(position, index)
+            for index, source in enumerate(self._plan.manifest.sources)
+        }
+
+    def close(self) -> None:
+        """Let go of what is open; there are no batches afterwards."""
+        self._group.close()
+        super().close()
+
+    def _go_to(self, step: int, table_NSC: np.ndarray) -> None:
+        self._step = step
+        self._table_NSC = np.array(table_NSC, dtype=np.int64)
+        self._group = iter(LaneGroup(self._plan, step, self._table_NSC))
+
+
+def _fingerprint(config: DataConfig, plan: Plan) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "data order": ORDER_VERSION,
+        "data files": plan.manifest.sha256(),
+        "data.sources": [source.name for source in config.sources],
+        "data.min_chars": config.min_chars,
+        "data.min_tokens": config.min_tokens,
+        "data.packing": config.packing,
+        "data.char_filter": config.char_filter,
+        "data.normalize": config.normalize,
+        "data.lanes": plan.lanes,
+        "data.seed": config.seed,
+        "model.context_length": plan.row_length - 1,
+        "tokenizer": plan.tokenizer.sha256,
+        "training.global_batch_size": plan.global_batch_size,
+        "block bytes": plan.block_bytes,
+    }
+    for source in config.sources:
+        fields[f"data.sources.{source.name}.text_key"] = source.text_key
+        fields[f"data.sources.{source.name}.weight"] = float(source.weight)
+    return fields
+
+
+def _check_lanes(plan: Plan, index: int) -> None:
+    """Refuse lanes without a record; only lanes that share a shard can lack one that has any."""
+    source = plan.manifest.sources[index]
+    num_shards = len(source.shards)
+    if num_shards >= plan.lanes:
+        return
+    shuffled = order.permutation((plan.seed, order.SHARDS, index), num_shards)
+    records = [
+        _count_records(source, int(number), order.lanes_of_place(place, plan.lanes, num_shards))
+        for place, number in enumerate(shuffled)
+    ]
+    if 0 in records:
+        empty = source.shards[int(shuffled[records.index(0)])]
+        raise UserError(
+            f"data.sources {source.name}: {empty.path} holds no record; take it out of the "
+            "source's files."
+        )
+
+    def works(lanes: int) -> bool:
+        return lanes <= num_shards or all(
+            order.lanes_of_place(place, lanes, num_shards) <= count
+            for place, count in enumerate(records)
+        )
+
+    if not works(plan.lanes):
+        largest = max(n for n in _divisors(plan.global_batch_size) if n < plan.lanes and works(n))
+        raise UserError(
+            f"data.sources {source.name}: {plan.lanes} lanes leave some without a record; the most "
+            f"that work for training.global_batch_size {plan.global_batch_size} are "
+            f"data.lanes {largest}."
+        )
+
+
+def _count_records(source: Source, shard: int, most: int) -> int:
+    """Return the records of a shard, counted up to `most`."""
+    records = 0
+    for block in read_blocks(source.shards[shard], source.text_key, PROBE_BYTES):
+        records += len(block.records)
+        if records >= most:
+            break
+    return min(records, most)
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

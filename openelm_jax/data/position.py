@@ -1,0 +1,83 @@
+"""Where the data stands between two batches: all that is needed to go on exactly there.
+
+A table of integers, one row for each source in each lane, which knows nothing of hosts, workers
+or prefetching, and the fingerprint of everything else that decides the rows.
+Axes: N lanes, S sources, C columns (`lanes.Column`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from openelm_jax.data.lanes import COUNTERS, Column
+from openelm_jax.errors import UserError
+
+VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Position:
+    """The state of the data before batch `step`."""
+
+    step: int
+    fingerprint: dict[str, Any]
+    """Values of JSON by name; equal fingerprints give equal rows."""
+    table_NSC: np.ndarray
+    """int64."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values for JSON, which `from_json` turns back into an equal position."""
+        return {
+            "version": VERSION,
+            "step": self.step,
+            "fingerprint": self.fingerprint,
+            "columns": [column.name.lower() for column in Column],
+            "table": self.table_NSC.tolist(),
+        }
+
+    @classmethod
+    def from_json(cls, plain: dict[str, Any]) -> Position:
+        """Return the position that `to_json` described; raises UserError for another version."""
+        if plain.get("version") != VERSION:
+            raise UserError(
+                f"data position: version {plain.get('version')} is not {VERSION}, the one this "
+                "program writes; continue the run with the program that wrote it."
+            )
+        return cls(
+            step=plain["step"],
+            fingerprint=plain["fingerprint"],
+            table_NSC=np.array(plain["table"], dtype=np.int64),
+        )
+
+
+def check_fingerprint(saved: dict[str, Any], current: dict[str, Any]) -> None:
+    """Raise UserError naming every field in which a saved fingerprint differs."""
+    differences = [
+        f"{name} was {_short(saved.get(name))} and is {_short(current.get(name))}"
+        for name in sorted(saved.keys() | current.keys())
+        if saved.get(name) != current.get(name)
+    ]
+    if differences:
+        raise UserError(
+            "data position: it belongs to rows in another order, because "
+            f"{'; '.join(differences)}; go back to the saved settings, or start a new run."
+        )
+
+
+def count(position: Position, source: int) -> dict[str, int]:
+    """Return the counters of a source, summed over lanes, and the least and most epochs of a lane.
+
+    They count what was read before the document in which each lane's next row begins.
+    """
+    table_NC = position.table_NSC[:, source]
+    counters = {column.name.lower(): int(table_NC[:, column].sum()) for column in COUNTERS}
+    epochs_N = table_NC[:, Column.EPOCH]
+    return counters | {"least_epochs": int(epochs_N.min()), "most_epochs": int(epochs_N.max())}
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

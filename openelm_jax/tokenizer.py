@@ -1,0 +1,173 @@
+"""Text to token ids and back: a SentencePiece model, given or trained like LLaMA's.
+
+A document is encoded without <s> and </s>; whoever needs them adds `bos_id` and `eos_id`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import sentencepiece
+
+from openelm_jax.errors import UserError
+
+# SentencePiece drops longer training lines without a word, so they are cut at spaces before.
+MAX_LINE_CHARS = 1000
+MAX_TRAINING_CHARS = 500_000_000
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Tokenizer:
+    """A SentencePiece model and the ids that frame a document."""
+
+    model_bytes: bytes = field(repr=False)
+    """The model file's content."""
+    vocab_size: int
+    """Pieces of the model; ids are below it."""
+    bos_id: int
+    eos_id: int
+    sha256: str
+    """Of `model_bytes`."""
+
+    @cached_property
+    def _processor(self) -> sentencepiece.SentencePieceProcessor:
+        return sentencepiece.SentencePieceProcessor(model_proto=self.model_bytes)
+
+    def encode(self, text: str) -> np.ndarray:
+        """Return the int32 ids of `text`, without <s> and </s>."""
+        return np.array(self._processor.encode(text), dtype=np.int32)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of `ids`; <s> and </s> add nothing to it."""
+        return self._processor.decode([int(i) for i in ids])
+
+
+def load_tokenizer(path: str | os.PathLike, model_vocab_size: int | None = None) -> Tokenizer:
+    """Return the tokenizer in the SentencePiece file `path`.
+
+    Raises UserError when the file cannot be used, or has more pieces than `model_vocab_size`.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"tokenizer {path}: there is no such file; give a SentencePiece .model.")
+    try:
+        tokenizer = _from_bytes(path.read_bytes())
+    except (OSError, RuntimeError) as error:
+        raise UserError(
+            f"tokenizer {path}: not a readable SentencePiece model; give the .model file "
+            "(not tokenizer.json)."
+        ) from error
+    _check(tokenizer, path, model_vocab_size)
+    return tokenizer
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int, path: str | os.PathLike) -> Tokenizer:
+    """Train a LLaMA-like BPE model of `vocab_size` pieces on `texts`, write it to `path`.
+
+    The same texts give the same file. Digits are split, unknown characters become bytes, and the
+    text is not normalised (trainer_spec of LLaMA's tokenizer.model). At most the first
+    `MAX_TRAINING_CHARS` characters are used. Raises UserError when the texts are too few.
+    """
+    path = Path(path)
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=_training_lines(texts),
+            model_writer=model,
+            model_type="bpe",
+            vocab_size=vocab_size,
+            byte_fallback=True,
+            split_digits=True,
+            allow_whitespace_only_pieces=True,
+            character_coverage=0.99995,
+            normalization_rule_name="identity",
+            add_dummy_prefix=True,
+            remove_extra_whitespaces=False,
+            unk_id=0,
+            bos_id=1,
+            eos_id=2,
+            pad_id=-1,
+            num_threads=1,  # written into the file: the machine's count would change its hash
+            minloglevel=3,
+        )
+    except RuntimeError as error:
+        raise UserError(_training_failure(str(error), vocab_size)) from error
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary.write_bytes(model.getvalue())
+    temporary.replace(path)
+    return load_tokenizer(path)
+
+
+def _from_bytes(model_bytes: bytes) -> Tokenizer:
+    processor = sentencepiece.SentencePieceProcessor(model_proto=model_bytes)
+    return Tokenizer(
+        model_bytes=model_bytes,
+        vocab_size=processor.get_piece_size(),
+        bos_id=processor.bos_id(),
+        eos_id=processor.eos_id(),
+        sha256=hashlib.sha256(model_bytes).hexdigest(),
+    )
+
+
+def _check(tokenizer: Tokenizer, path: Path, model_vocab_size: int | None) -> None:
+    if tokenizer.vocab_size == 0 or len(tokenizer.encode("Hello, world 1")) == 0:
+        raise UserError(f"tokenizer {path}: it encodes text to nothing; give a complete .model.")
+    if tokenizer.bos_id < 0 or tokenizer.eos_id < 0:
+        raise UserError(
+            f"tokenizer {path}: it has no <s> or no </s>, which frame every document; "
+            "give a model with both."
+        )
+    if model_vocab_size is not None and tokenizer.vocab_size > model_vocab_size:
+        raise UserError(
+            f"tokenizer {path}: its {tokenizer.vocab_size} pieces exceed model.vocab_size "
+            f"{model_vocab_size}; raise model.vocab_size or give a smaller tokenizer."
+        )
+
+
+def _training_lines(texts: Iterable[str]) -> Iterator[str]:
+    """Yield lines of bounded length; the space lost at a cut returns as the next line's prefix."""
+    chars = 0
+    for text in texts:
+        for line in text.split("\n"):
+            while len(line) > MAX_LINE_CHARS:
+                cut = line.rfind(" ", 1, MAX_LINE_CHARS)
+                if cut < 0:
+                    yield line[:MAX_LINE_CHARS]
+                    line = line[MAX_LINE_CHARS:]
+                else:
+                    yield line[:cut]
+                    line = line[cut + 1 :]
+            if line:
+                yield line
+        chars += len(text)
+        if chars > MAX_TRAINING_CHARS:
+            return
+
+
+def _training_failure(message: str, vocab_size: int) -> str:
+    limit = re.search(r"value <= (\d+)", message)
+    if limit:
+        return (
+            f"tokenizer.vocab_size {vocab_size} is more than the training text has pieces for; "
+            f"use at most {limit[1]}, or more text."
+        )
+    needed = re.search(r"smaller than required_chars\. (\d+) vs (\d+)", message)
+    if needed:
+        return (
+            f"tokenizer.vocab_size {vocab_size} leaves no room beside the 256 bytes and the "
+            f"characters of the text; use at least {int(needed[2])}."
+        )
+    reason = "there is none" if "sentences_.empty" in message else message.strip()
+    return (
+        f"tokenizer.vocab_size {vocab_size}: no tokenizer can be trained on the training text "
+        f"({reason}); give more text or a tokenizer.path."
+    )
