@@ -388,7 +388,7 @@ def _run_experiment_file(path: Path) -> Experiment:
 
 def _from_plain(kind: Any, value: Any, where: str) -> Any:
     """Rebuild a dataclass (nested, with tuples and optional fields) from JSON's plain values."""
-    if dataclasses.is_dataclass(kind):
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         hints = typing.get_type_hints(kind)
         unknown = sorted(set(value) - set(hints))
         if unknown:
