@@ -79,19 +79,19 @@ def list_manifest(config: DataConfig) -> Manifest:
 
 def _list_source(config: DataConfig, source: SourceConfig) -> Source:
     where = f"data.sources {source.name}"
-    shards = _list_files(config, where, source.files)
+    root = f"below {config.root}" if config.root is not None else "(data.root is not set)"
+    shards = _list_files(config, where, source.files, "train")
     if not shards:
-        patterns = ", ".join(source.files)
         raise UserError(
-            f"{where}: no file matches {patterns} below {config.root}; "
-            "set data.root or the source's files to where the data is."
+            f"{where}: no file matches {', '.join(source.files)} {root}; give the folder with the "
+            "data as --data.root DIR, or correct the source's files."
         )
     holdout: list[Shard] = []
     for pattern in source.holdout:
-        found = _list_files(config, where, (pattern,))
+        found = _list_files(config, where, (pattern,), "holdout")
         if not found:
             raise UserError(
-                f"{where}: no file matches the holdout pattern {pattern} below {config.root}; "
+                f"{where}: no file matches the holdout pattern {pattern} {root}; "
                 "correct it or take it out."
             )
         holdout += found
@@ -112,7 +112,9 @@ def _list_source(config: DataConfig, source: SourceConfig) -> Source:
     )
 
 
-def _list_files(config: DataConfig, where: str, patterns: tuple[str, ...]) -> list[Shard]:
+def _list_files(
+    config: DataConfig, where: str, patterns: tuple[str, ...], part: demo.Part
+) -> list[Shard]:
     shards: dict[str, Shard] = {}
     for pattern in patterns:
         if pattern.startswith("package:"):
@@ -120,7 +122,7 @@ def _list_files(config: DataConfig, where: str, patterns: tuple[str, ...]) -> li
                 raise UserError(
                     f"{where}: {pattern} is no known corpus; the only one is {demo.PATTERN}."
                 )
-            shard = _demo_shard("train")
+            shard = _demo_shard(part)
             shards[shard.name] = shard
             continue
         for path in _match(config, where, pattern):

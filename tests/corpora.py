@@ -1,0 +1,64 @@
+"""Small corpora for the data tests: seeded random words, written in every format."""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import json
+import random
+import tempfile
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+
+from openelm_jax.config import DataConfig, SourceConfig
+from openelm_jax.tokenizer import Tokenizer, train_tokenizer
+
+WORDS = (
+    *("state", "union", "peace", "of", "the", "and", "a", "year", "congress", "people", "nation"),
+    *("law", "treaty", "revenue", "army", "navy", "public", "debt", "commerce", "river", "bank"),
+    *("war", "labour", "1790", "schools", "\u2014", "\u201cliberty\u201d", "na\u00efve"),
+)
+
+
+def documents(count: int, seed: int = 0, words: tuple[int, int] = (5, 120)) -> list[str]:
+    """Return `count` texts, all different, of `words` words each."""
+    rng = random.Random(seed)
+    return [
+        f"{seed}/{index} " + " ".join(rng.choices(WORDS, k=rng.randint(*words)))
+        for index in range(count)
+    ]
+
+
+@functools.cache
+def tokenizer() -> Tokenizer:
+    with tempfile.TemporaryDirectory() as folder:
+        return train_tokenizer(documents(200), 380, Path(folder) / "tokenizer.model")
+
+
+def write(path: Path, texts: list[str], key: str = "text") -> None:
+    """Write one shard in the format of its name; Parquet in row groups of five."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".parquet":
+        table = pyarrow.table({"id": list(range(len(texts))), key: texts})
+        pyarrow.parquet.write_table(table, path, row_group_size=5)
+        return
+    lines = "".join(json.dumps({"id": n, key: text}) + "\n" for n, text in enumerate(texts))
+    data = lines.encode()
+    path.write_bytes(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
+
+
+def write_shards(folder: Path, texts: list[str], ending: str, shards: int) -> None:
+    for shard in range(shards):
+        write(folder / f"{shard:02}.{ending}", texts[shard::shards])
+
+
+def source(name: str, **changes) -> SourceConfig:
+    return SourceConfig(name=name, **{"files": (f"{name}/*",), **changes})
+
+
+def config(root: Path, *sources: SourceConfig, **changes) -> DataConfig:
+    """Return a configuration without filters."""
+    defaults = {"min_chars": 0, "min_tokens": 0, "lanes": 1}
+    return DataConfig(root=str(root), sources=sources, **{**defaults, **changes})
