@@ -132,15 +132,16 @@ def config_from_fields(fields: Mapping[str, Any], where: str) -> ModelConfig:
             raise UserError(f"{where}: {name} is {value!r}; known are {', '.join(known)}.")
         return known[value]
 
+    num_layers = required("num_transformer_layers")
     try:
         config = ModelConfig(
-            num_layers=required("num_transformer_layers"),
+            num_layers=num_layers,
             model_dim=required("model_dim"),
             head_dim=required("head_dim"),
             vocab_size=required("vocab_size"),
             num_gqa_groups=required("num_gqa_groups"),
-            qkv_multipliers=_collapse(required("qkv_multipliers")),
-            ffn_multipliers=_collapse(required("ffn_multipliers")),
+            qkv_multipliers=_collapse(required("qkv_multipliers"), num_layers),
+            ffn_multipliers=_collapse(required("ffn_multipliers"), num_layers),
             ffn_dim_divisor=required("ffn_dim_divisor"),
             ffn_with_glu=flag("ffn_with_glu", fields.get("ffn_with_glu", True)),
             activation=choice("activation_fn_name", "swish", ACTIVATIONS),
@@ -211,11 +212,11 @@ def differing_readers(config: ModelConfig) -> list[str]:
     return faults
 
 
-def _collapse(value: Any) -> Any:
-    """Return the number or pair that expands to this list, if there is one, else the list."""
-    if not isinstance(value, list) or len(value) <= 2:
-        return tuple(value) if isinstance(value, list) else value
-    if not all(isinstance(v, int | float) for v in value):
+def _collapse(value: Any, num_layers: Any) -> Any:
+    """Return the number or pair that expands to this list of every layer, if there is one."""
+    if not isinstance(value, list):
+        return value
+    if len(value) != num_layers or not all(isinstance(v, int | float) for v in value):
         return tuple(value)
     for short in (value[0], (value[0], value[-1])):
         if expand_multipliers(short, len(value)) == tuple(value):

@@ -1,0 +1,72 @@
+"""mlx-lm's own OpenELM, unchanged, loads what we export and computes the same; and the reverse."""
+
+import jax
+import numpy as np
+import pytest
+
+from openelm_jax.config import ModelConfig
+from openelm_jax.generation.language_model import LanguageModel
+from openelm_jax.model.decoder import init_params
+from openelm_jax.weights.huggingface import read_huggingface, write_huggingface
+
+mx = pytest.importorskip("mlx.core")
+mlx_utils = pytest.importorskip("mlx_lm.utils")
+
+TOKENS_BT = np.random.default_rng(1).integers(0, 150, (2, 24))
+
+
+def tiny(**changes) -> ModelConfig:
+    fields = {
+        "num_layers": 3,
+        "model_dim": 64,
+        "head_dim": 16,
+        "vocab_size": 160,
+        "num_gqa_groups": 2,
+        "ffn_dim_divisor": 16,
+        "context_length": 64,
+    }
+    return ModelConfig(**(fields | changes))
+
+
+def random_params(config: ModelConfig):
+    rng = np.random.default_rng(0)
+    shapes = jax.eval_shape(lambda: init_params(config, 0))
+    return jax.tree.map(
+        lambda leaf: rng.normal(leaf.ndim == 1, 0.125, leaf.shape).astype(np.float32), shapes
+    )
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        tiny(),
+        tiny(tie_embeddings=False),
+        tiny(normalize_qk_projections=False, rope_base=500000.0, num_gqa_groups=1),
+    ],
+    ids=["tied", "untied", "no QK-norm, rope 500000, no groups"],
+)
+def test_mlx_lm_computes_our_logits_from_our_export(tmp_path, config):
+    params = random_params(config)
+    write_huggingface(tmp_path / "export", config, params, tokenizer_vocab_size=150)
+
+    model, _ = mlx_utils.load_model(tmp_path / "export")
+    theirs_BTV = np.array(model(mx.array(TOKENS_BT)))
+
+    ours_BTV = LanguageModel(config, params, None, "float32").logits(TOKENS_BT)
+    assert theirs_BTV.shape == (2, 24, 150)
+    assert np.abs(theirs_BTV).max() > 1
+    np.testing.assert_allclose(ours_BTV[..., :150], theirs_BTV, rtol=0, atol=2e-5)
+
+
+def test_a_directory_that_mlx_lm_saved_reads_back_bit_for_bit(tmp_path):
+    config = tiny()
+    write_huggingface(tmp_path / "export", config, random_params(config), dtype="bfloat16")
+    model, fields = mlx_utils.load_model(tmp_path / "export")
+    mlx_utils.save_model(tmp_path / "mlx", model)
+    mlx_utils.save_config(fields, tmp_path / "mlx" / "config.json")
+
+    config_read, params_read = read_huggingface(tmp_path / "mlx")
+
+    assert config_read == config
+    _, expected = read_huggingface(tmp_path / "export")
+    jax.tree.map(np.testing.assert_array_equal, params_read, expected)
