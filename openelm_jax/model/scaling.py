@@ -62,7 +62,7 @@ def expand_multipliers(value: float | tuple[float, ...], num_layers: int) -> tup
     """Return one multiplier a layer.
 
     A pair is interpolated linearly, first to last, and each value rounded to two decimals: the
-    rounding is Apple's, and without it eleven layers of the published models have other shapes.
+    rounding is Apple's, and without it seven layers of the published models have other shapes.
     """
     if not isinstance(value, tuple):
         return (float(value),) * num_layers
