@@ -171,6 +171,44 @@ def test_a_small_corpus_is_judged_at_the_end_of_its_first_pass(tmp_path):
         list(training_texts(settings))
 
 
+def test_the_first_pass_of_a_source_may_span_a_restart(tmp_path):
+    write(tmp_path / "web" / "a.jsonl", documents(3))
+    write_lines(tmp_path / "web" / "b.jsonl", [*(line_of(text) for text in documents(60)), b"{}"])
+    settings = config(tmp_path, source("web"), lanes=2)
+    data = open_one(settings, batch=2)
+    position = data.get_state()
+    while position.table_NSC[:, 0, 0].max() < 1:  # one lane is through, the other is not
+        _, position = next(data)
+    assert position.table_NSC[:, 0, 0].min() == 0
+    again = open_one(settings, batch=2)
+    again.set_state(position)
+    with pytest.raises(UserError, match=r"records are bad, the last at .*b\.jsonl:61 "):
+        read(again, 5000)
+
+
+def test_a_continued_run_stops_where_the_uninterrupted_one_would(tmp_path, monkeypatch):
+    monkeypatch.setattr("openelm_jax.data.pipeline.MOST_BLOCK_BYTES", 3000)
+    lines = [line_of("some text")] * 3000
+    lines[100::300] = [b"{"] * len(lines[100::300])
+    write_lines(tmp_path / "web" / "a.jsonl", lines)
+    settings = config(tmp_path, source("web"), lanes=2, max_bad_fraction=0.003)
+    messages = []
+    for restart_at in (None, 300):
+        data, steps = open_one(settings, batch=2), 0
+        with pytest.raises(UserError) as refusal:  # noqa: PT012
+            for steps in range(5000):
+                if steps == restart_at:
+                    position = data.get_state()
+                    data = open_one(settings, batch=2)
+                    data.set_state(position)
+                next(data)
+        assert steps > 400
+        messages.append((steps, str(refusal.value)))
+    assert messages[0] == messages[1]
+    line = int(messages[0][1].split("a.jsonl:")[1].split(" ")[0])
+    assert line % 300 == 101  # found again through many blocks
+
+
 def test_nothing_that_passes_the_filters_is_refused_with_the_counts(tmp_path):
     write(tmp_path / "web" / "a.jsonl", ["short"] * 30 + ["some words more"] * 12)
     data = open_one(config(tmp_path, source("web"), min_chars=10, min_tokens=256))
