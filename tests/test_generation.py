@@ -48,7 +48,8 @@ def random_params(config: ModelConfig):
     )
 
 
-PARAMS = random_params(CONFIG)
+PARAMS = jax.tree.map(jnp.asarray, random_params(CONFIG))
+CHOOSE = jax.jit(choose)
 FORWARD = jax.jit(Decoder(CONFIG).apply)
 
 
@@ -202,6 +203,17 @@ def test_bfloat16_decodes_with_a_bfloat16_cache():
     assert [layer.key_BSKH.shape for layer in state.cache] == [(1, 16, 1, 16), (1, 16, 2, 16)]
 
 
+@pytest.mark.parametrize(("dtype", "highest"), [("float32", True), ("bfloat16", False)])
+def test_float32_products_are_not_left_to_the_accelerators_default(dtype, highest):
+    decoder = Decoder(CONFIG, dtype=dtype)
+    text = str(
+        jax.make_jaxpr(lambda tokens: engine.apply(decoder, PARAMS, "__call__", tokens))(
+            jnp.zeros((1, 4), jnp.int32)
+        )
+    )
+    assert ("HIGHEST" in text) == highest
+
+
 @pytest.mark.parametrize(
     ("length", "padded"),
     [(1, 16), (16, 16), (17, 32), (200, 256), (256, 256), (257, 512), (700, 768)],
@@ -225,14 +237,16 @@ def test_lengths_are_padded_to_few_buckets(length, padded):
         ((1.0, 0, 1e-6), [1, 0, 0, 0]),
         ((0.0, 0, 1.0), [1, 0, 0, 0]),
     ],
-    ids=str,
+    ids=lambda value: (
+        "temperature {}, top_k {}, top_p {}".format(*value) if len(value) == 3 else ""
+    ),
 )
 def test_tokens_are_drawn_with_the_probabilities_that_the_settings_leave(settings, expected):
     # The likeliest is last: the order of ids must not matter.
     logits_BV = jnp.log(jnp.broadcast_to(jnp.array([0.1, 0.15, 0.25, 0.5]), (20000, 4)))
     keys_B = jax.random.split(jax.random.key(0), 20000)
 
-    tokens_B = choose(logits_BV, keys_B, *map(jnp.asarray, settings))
+    tokens_B = CHOOSE(logits_BV, keys_B, *map(jnp.asarray, settings))
 
     counts = Counter(np.asarray(tokens_B).tolist())
     shares = [counts[3 - i] / 20000 for i in range(4)]

@@ -109,6 +109,13 @@ def test_the_file_says_what_it_holds(tmp_path, dtype, in_header):
         assert {file.get_slice(name).get_dtype() for name in file.keys()} == {in_header}  # noqa: SIM118
 
 
+def test_the_weights_are_as_readable_as_the_rest(tmp_path):
+    write_huggingface(tmp_path / "export", tiny(), random_params(tiny()))
+
+    modes = {path.stat().st_mode & 0o777 for path in (tmp_path / "export").iterdir()}
+    assert len(modes) == 1
+
+
 def test_torch_reads_the_bfloat16_that_it_would_have_rounded_to(tmp_path):
     torch = pytest.importorskip("torch")
     from safetensors.torch import load_file

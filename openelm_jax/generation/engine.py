@@ -123,26 +123,26 @@ def stream(
         row[: len(prompt)] = prompt
     cache_length = bucket(longest + max_tokens)
 
-    warned = False
-    with jax.default_matmul_precision(precision(dtype)):
-        state = _prefill(config, dtype, cache_length, params, tokens_BT, lengths_B, request)
-        yield np.asarray(state.token_B)[:, None]
-        done, finished_B = 1, np.asarray(state.finished_B)
-        while done < max_tokens and not finished_B.all():
-            running_B = ~finished_B
-            state, tokens_BI, count = _decode(
-                config, dtype, params, state, request, np.int32(min(block, max_tokens - done))
+    state = _prefill(config, dtype, cache_length, params, tokens_BT, lengths_B, request)
+    # Copies: the state's own buffers are given away with the next block.
+    tokens_BI, finished_B = np.array(state.token_B)[:, None], np.array(state.finished_B)
+    done, warned = 1, False
+    while True:
+        lengths_B = lengths_B + (tokens_BI != eos_id).sum(axis=1)
+        if not warned and lengths_B.max() > config.context_length:
+            warned = True
+            print(
+                f"warning: the text is longer than the {config.context_length} tokens "
+                "that the model was trained to see.",
+                file=sys.stderr,
             )
-            finished_B = np.asarray(state.finished_B)
-            done += int(count)
-            if not warned and (lengths_B + done)[running_B].max() > config.context_length:
-                warned = True
-                print(
-                    f"warning: the text is longer than the {config.context_length} tokens "
-                    "that the model was trained to see.",
-                    file=sys.stderr,
-                )
-            yield np.asarray(tokens_BI)[:, : int(count)]
+        yield tokens_BI
+        if done == max_tokens or finished_B.all():
+            return
+        limit = np.int32(min(block, max_tokens - done))
+        state, new_BI, count = _decode(config, dtype, params, state, request, limit)
+        tokens_BI, finished_B = np.array(new_BI)[:, : int(count)], np.array(state.finished_B)
+        done += int(count)
 
 
 def bucket(length: int) -> int:
@@ -152,9 +152,11 @@ def bucket(length: int) -> int:
     return -(-length // 256) * 256
 
 
-def precision(dtype: jax.typing.DTypeLike) -> str:
-    """Return the precision of matrix products: float32 means float32, on GPUs and TPUs as well."""
-    return "highest" if jnp.dtype(dtype) == jnp.float32 else "default"
+def apply(decoder: Decoder, params: Params, method: str, *arguments: Any) -> Any:
+    """Return what a method of the decoder does; float32 is float32 on GPUs and TPUs as well."""
+    exact = jnp.dtype(decoder.dtype) == jnp.float32
+    with jax.default_matmul_precision("highest" if exact else "default"):
+        return decoder.apply({"params": params}, *arguments, method=method)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
@@ -171,9 +173,9 @@ def _prefill(
     positions_BT = jnp.broadcast_to(jnp.arange(length), tokens_BT.shape)
     cache = init_cache(config, batch_size, cache_length, dtype)
     decoder = Decoder(config, dtype=dtype)
-    hidden_BTD, cache = _apply(decoder, params, "hidden", tokens_BT, positions_BT, cache)
+    hidden_BTD, cache = apply(decoder, params, "hidden", tokens_BT, positions_BT, cache)
     last_BD = jnp.take_along_axis(hidden_BTD, (lengths_B - 1)[:, None, None], axis=1)[:, 0]
-    logits_BV = _apply(decoder, params, "logits", last_BD)
+    logits_BV = apply(decoder, params, "logits", last_BD)
     step = jnp.int32(0)
     token_B = _next_token(logits_BV, request, step)
     return _State(cache, token_B, lengths_B, step + 1, token_B == request.eos_id)
@@ -202,8 +204,8 @@ def _decode(
     ) -> tuple[_State, jax.Array, jax.Array]:
         state, tokens_BI, i = carry
         token_B1, position_B1 = state.token_B[:, None], state.position_B[:, None]
-        hidden_BTD, cache = _apply(decoder, params, "hidden", token_B1, position_B1, state.cache)
-        logits_BV = _apply(decoder, params, "logits", hidden_BTD[:, 0])
+        hidden_BTD, cache = apply(decoder, params, "hidden", token_B1, position_B1, state.cache)
+        logits_BV = apply(decoder, params, "logits", hidden_BTD[:, 0])
         token_B = jnp.where(state.finished_B, eos_B, _next_token(logits_BV, request, state.step))
         finished_B = state.finished_B | (token_B == eos_B)
         state = _State(cache, token_B, state.position_B + 1, state.step + 1, finished_B)
@@ -221,10 +223,6 @@ def _next_token(logits_BV: jax.Array, request: _Request, step: jax.Array) -> jax
         request.top_k,
         request.top_p,
     )
-
-
-def _apply(decoder: Decoder, params: Params, method: str, *arguments: Any) -> Any:
-    return decoder.apply({"params": params}, *arguments, method=method)
 
 
 def _until_eos(tokens: list[int], eos_id: int) -> Continuation:

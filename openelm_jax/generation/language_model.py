@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -60,8 +60,7 @@ class LanguageModel:
     def logits(self, tokens_BT: np.ndarray) -> np.ndarray:
         """Return the float32 logits [B, T, V] of the token after each of `tokens_BT`."""
         tokens_BT = np.asarray(tokens_BT, np.int32)
-        with jax.default_matmul_precision(engine.precision(self.dtype)):
-            return np.asarray(_logits(self.config, self.dtype, self._device_params, tokens_BT))
+        return np.asarray(_logits(self.config, self.dtype, self._device_params, tokens_BT))
 
     def generate(
         self,
@@ -168,5 +167,4 @@ def _new_text(tokenizer: Tokenizer, before: Sequence[int], new: Sequence[int]) -
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _logits(config: ModelConfig, dtype: DType, params: Params, tokens_BT: jax.Array) -> jax.Array:
-    logits_BTV: Any = Decoder(config, dtype=dtype).apply({"params": params}, tokens_BT)
-    return logits_BTV
+    return engine.apply(Decoder(config, dtype=dtype), params, "__call__", tokens_BT)

@@ -284,6 +284,7 @@ def _write_tensors(
     def flush() -> None:
         path = directory / f"shard-{len(shards)}"
         safetensors.numpy.save_file(shard, path, metadata={"format": "pt"})
+        path.chmod(directory.stat().st_mode & 0o666)  # save_file keeps it from other users
         shards.append(list(shard))
         shard.clear()
 

@@ -1,0 +1,81 @@
+"""`--from`: what a run directory holds, at its latest step or at another."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from openelm_jax.config import (
+    CheckpointConfig,
+    Experiment,
+    ModelConfig,
+    OptimizerConfig,
+    TrainingConfig,
+    to_json,
+)
+from openelm_jax.errors import UserError
+from openelm_jax.tokenizer import train_tokenizer
+from openelm_jax.training.checkpoint import Checkpointer
+from openelm_jax.weights.load import load_weights
+
+EXPERIMENT = Experiment(
+    name="small",
+    model=ModelConfig(num_layers=1, model_dim=64, head_dim=16, vocab_size=320),
+    optimizer=OptimizerConfig(peak_lr=1e-3),
+    training=TrainingConfig(steps=20, global_batch_size=1),
+)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run with the steps 10 and 20; a parameter tells which."""
+    directory = tmp_path_factory.mktemp("runs") / "small"
+    directory.mkdir()
+    (directory / "experiment.json").write_text(to_json(EXPERIMENT))
+    lines = [f"the {a} and the {b} are {a}{b}" for a in "abcdefgh" for b in "ijklmnop"]
+    train_tokenizer(lines, 300, directory / "tokenizer.model")
+    checkpointer = Checkpointer(directory, CheckpointConfig())
+    for step in (10, 20):
+        params = {"final_norm": {"scale": np.full(64, step, np.float32)}}
+        checkpointer.save(step, params=params, optimizer={"step": np.array(step)}, data={})
+    checkpointer.close()
+    return directory
+
+
+@pytest.mark.parametrize(("suffix", "step"), [("", 20), ("@10", 10), ("@000020", 20)])
+def test_a_run_gives_its_latest_step_or_the_one_asked_for(run, suffix, step):
+    weights = load_weights(f"{run}{suffix}")
+
+    assert weights.config == EXPERIMENT.model
+    np.testing.assert_array_equal(weights.params["final_norm"]["scale"], np.full(64, step))
+    assert weights.source == f"{run}@{step}"
+    assert weights.tokenizer.vocab_size == 300
+
+
+def test_a_tokenizer_can_be_given_in_place_of_the_runs(run, tmp_path):
+    given = train_tokenizer(
+        [f"{a}{b} {b}" for a in "uvwx" for b in "yz"], 275, tmp_path / "t.model"
+    )
+
+    assert load_weights(run, tmp_path / "t.model").tokenizer.sha256 == given.sha256
+
+
+def test_weights_alone_are_enough(run):
+    """The optimiser's files may be deleted: only continuing needs them."""
+    for file in sorted((run / "checkpoints" / "000010" / "optimizer").rglob("*"), reverse=True):
+        file.rmdir() if file.is_dir() else file.unlink()
+
+    assert load_weights(f"{run}@10").params["final_norm"]["scale"][0] == 10
+
+
+def test_a_step_that_is_not_there_is_refused_with_those_that_are(run):
+    with pytest.raises(UserError, match="holds no step 15; it has 10, 20"):
+        load_weights(f"{run}@15")
+
+
+def test_a_run_without_a_checkpoint_is_refused(tmp_path):
+    small = dataclasses.replace(EXPERIMENT, name="empty")
+    (tmp_path / "experiment.json").write_text(to_json(small))
+
+    with pytest.raises(UserError, match="holds no finished checkpoint"):
+        load_weights(tmp_path)
