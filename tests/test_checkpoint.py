@@ -228,9 +228,13 @@ def run_script(script: str, *arguments: str, prefix: tuple[str, ...] = (), **env
 
 
 KILLED_WHILE_WRITING = """
+import asyncio, openelm_jax.weights.orbax as orbax
+async def never(self):
+    await asyncio.sleep(60)
+orbax.ChecksummedPath.finalize = never
 checkpointer = Checkpointer(Path(sys.argv[1]), KEEP_NONE)
-state = make_state(3, rows=200_000)
-checkpointer.save(3, params=state[0], optimizer=state[1], data={})
+params, optimizer = make_state(3)
+checkpointer.save(3, params=params, optimizer=optimizer, data={})
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
