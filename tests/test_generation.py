@@ -140,6 +140,23 @@ def test_a_row_ends_at_its_end_token_and_the_others_go_on():
     assert {c.finish_reason for c in ended} == {"stop", "length"}
 
 
+def test_a_row_that_has_ended_streams_nothing_but_its_end():
+    eos_id = continue_prompts(PROMPTS)[0].tokens[10]
+
+    blocks = engine.stream(
+        CONFIG,
+        PARAMS,
+        PROMPTS,
+        max_tokens=40,
+        eos_id=eos_id,
+        sampling=GREEDY,
+        dtype="float32",
+    )
+
+    row = np.concatenate(list(blocks), axis=1)[0].tolist()
+    assert set(row[row.index(eos_id) :]) == {eos_id}
+
+
 def test_the_loop_ends_when_every_row_has_ended():
     eos_id = continue_prompts(PROMPTS[:1])[0].tokens[2]
 
