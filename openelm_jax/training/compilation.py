@@ -23,7 +23,7 @@ def keep_compiled_code() -> None:
 
     It lies in JAX_COMPILATION_CACHE_DIR if that is set, else in ~/.cache/openelm_jax/xla.
     """
-    if not jax.config.jax_compilation_cache_dir:
+    if not jax.config.values["jax_compilation_cache_dir"]:
         cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         jax.config.update("jax_compilation_cache_dir", str(Path(cache, "openelm_jax", "xla")))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
@@ -39,5 +39,5 @@ def compile_step(function: Any, *arguments: Any) -> Compiled:
 
 
 def _cached_names() -> set[str]:
-    folder = jax.config.jax_compilation_cache_dir
+    folder = jax.config.values["jax_compilation_cache_dir"]
     return set(os.listdir(folder)) if folder and os.path.isdir(folder) else set()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,7 +20,7 @@ from openelm_jax.training.step import Batch
 Fed = tuple[Batch, Any]
 
 
-def to_batch(rows_BL: np.ndarray, counted_BT: np.ndarray | None = None) -> Batch:
+def to_batch(rows_BL: np.ndarray | jax.Array, counted_BT: np.ndarray | None = None) -> Batch:
     """Return rows as a device batch; every target counts unless told otherwise."""
     if counted_BT is None:
         counted_BT = np.ones((rows_BL.shape[0], rows_BL.shape[1] - 1), bool)
@@ -38,10 +38,10 @@ def feed(rows: Iterable[tuple[np.ndarray, Any]], depth: int) -> Iterator[Iterato
     if depth == 0:
         yield batches
         return
-    waiting: queue.Queue[Callable[[], Fed]] = queue.Queue(maxsize=depth)
+    waiting: queue.Queue[Fed | Exception | None] = queue.Queue(maxsize=depth)
     leaving = threading.Event()
 
-    def put(item: Callable[[], Fed]) -> None:
+    def put(item: Fed | Exception | None) -> None:
         while not leaving.is_set():
             try:
                 waiting.put(item, timeout=0.1)
@@ -52,12 +52,12 @@ def feed(rows: Iterable[tuple[np.ndarray, Any]], depth: int) -> Iterator[Iterato
     def produce() -> None:
         try:
             for fed in batches:
-                put(lambda fed=fed: fed)
+                put(fed)
                 if leaving.is_set():
                     return
-            put(_raiser(StopIteration()))
+            put(None)
         except Exception as error:
-            put(_raiser(error))
+            put(error)
 
     thread = threading.Thread(target=produce, name="feed", daemon=True)
     thread.start()
@@ -68,16 +68,8 @@ def feed(rows: Iterable[tuple[np.ndarray, Any]], depth: int) -> Iterator[Iterato
         thread.join()
 
 
-def _taken(waiting: queue.Queue[Callable[[], Fed]]) -> Iterator[Fed]:
-    while True:
-        try:
-            yield waiting.get()()
-        except StopIteration:
-            return
-
-
-def _raiser(error: Exception) -> Callable[[], Fed]:
-    def raise_it() -> Fed:
-        raise error
-
-    return raise_it
+def _taken(waiting: queue.Queue[Fed | Exception | None]) -> Iterator[Fed]:
+    while (item := waiting.get()) is not None:
+        if isinstance(item, Exception):
+            raise item
+        yield item

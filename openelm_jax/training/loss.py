@@ -112,5 +112,6 @@ def _scan_chunks(hidden_ND, head_VD, targets_N, weights_N, z_loss, chunk, with_g
     )
     if not with_gradient:
         return sums, None, None
+    assert d_head_VD is not None
     d_hidden_ND = d_hidden.reshape(-1, model_dim)[:num_tokens]
     return sums, d_hidden_ND, d_head_VD.astype(head_VD.dtype)

@@ -81,5 +81,6 @@ def _what_counts(experiment: Experiment) -> Experiment:
 
 def _cannot_write(run: Path, error: OSError) -> UserError:
     return UserError(
-        f"{run}: {error.strerror or error}; make the run directory writable or choose another --run."
+        f"{run}: {error.strerror or error}; make the run directory writable or choose another "
+        "--run."
     )
