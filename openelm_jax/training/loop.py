@@ -67,8 +67,9 @@ def train_loop(
         if not (math.isfinite(pending.metrics.loss) and math.isfinite(pending.metrics.grad_norm)):
             raise UserError(
                 f"step {pending.step}: the loss is {float(pending.metrics.loss)} and the gradient "
-                f"norm {float(pending.metrics.grad_norm)}; nothing of this step was saved. Start "
-                "again from the last checkpoint with a lower optimizer.peak_lr or other data."
+                f"norm {float(pending.metrics.grad_norm)}; nothing of this step was saved. Begin "
+                "another --run with a lower optimizer.peak_lr or other data; --from THIS_RUN "
+                "starts it with the weights of the last checkpoint."
             )
         tokens += pending.tokens
         if pending.step % log_every == 0 or pending.step in (start + 1, steps):
@@ -82,7 +83,8 @@ def train_loop(
         except UserError:
             if pending is not None:
                 finish(pending)
-                save(done, state, pending.position)
+            if done > start:
+                save(done, state, position)
             raise
         rate = learning_rate(done)
         state, metrics = train_step(state, batch, jnp.float32(rate))
