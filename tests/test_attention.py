@@ -1,0 +1,115 @@
+"""Causal attention is the textbook formula, and its own gradient is the formula's.
+
+Legend: B batch, T time, N query heads, K kv heads, H head dim.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from openelm_jax.model.attention import attend
+
+CASES = [((4, 4), 7), ((4, 2), 7), ((4, 1), 7), ((4, 2), 1)]
+"""((query heads, kv heads), tokens): groups of 1, 2 and 4; a single token."""
+
+
+def textbook(query_BTNH, key_BTKH, value_BTKH):
+    """softmax(q k^T / sqrt(H)) v over the tokens up to each query's own, a head at a time."""
+    group = query_BTNH.shape[2] // key_BTKH.shape[2]
+    key_BTNH, value_BTNH = (jnp.repeat(x, group, axis=2) for x in (key_BTKH, value_BTKH))
+    scores = jnp.einsum("BTNH,BSNH->BNTS", query_BTNH, key_BTNH) / query_BTNH.shape[3] ** 0.5
+    past = jnp.tril(jnp.ones(scores.shape[2:], bool))
+    weights = jax.nn.softmax(jnp.where(past, scores, -jnp.inf), axis=-1)
+    return jnp.einsum("BNTS,BSNH->BTNH", weights, value_BTNH)
+
+
+def draw(num_tokens, heads, dtype=jnp.float32, head_dim=6, scale=1.5):
+    """Return query, key, value and a cotangent."""
+    rng = np.random.default_rng(0)
+    query_heads, kv_heads = heads
+    counts = (query_heads, kv_heads, kv_heads, query_heads)
+    return [
+        jnp.asarray(scale * rng.normal(size=(2, num_tokens, count, head_dim)), dtype)
+        for count in counts
+    ]
+
+
+def value_and_gradients(function, query, key, value, cotangent):
+    result, pull_back = jax.vjp(function, query, key, value)
+    return result, *pull_back(cotangent)
+
+
+@pytest.mark.parametrize(("heads", "num_tokens"), CASES)
+def test_values_and_gradients_are_the_textbook_s(heads, num_tokens):
+    arrays = draw(num_tokens, heads)
+
+    ours = jax.jit(lambda *a: value_and_gradients(attend, *a))(*arrays)
+
+    expected = jax.jit(lambda *a: value_and_gradients(textbook, *a))(*arrays)
+    for actual, wanted in zip(ours, expected, strict=True):
+        assert actual.shape == wanted.shape
+        np.testing.assert_allclose(actual, wanted, rtol=2e-5, atol=2e-6)
+
+
+def test_a_later_token_changes_neither_values_nor_gradients_before_it():
+    query, key, value, cotangent = draw(7, (4, 2))
+    later = [x.at[:, 5:].add(3.0) for x in (query, key, value)]
+    cotangent = cotangent.at[:, 5:].set(0.0)
+
+    before = value_and_gradients(attend, query, key, value, cotangent)
+    after = value_and_gradients(attend, *later, cotangent)
+
+    for a, b in zip(before, after, strict=True):
+        np.testing.assert_array_equal(a[:, :5], b[:, :5])
+
+
+def test_scores_far_beyond_the_range_of_exp_are_finite():
+    arrays = draw(7, (4, 4), scale=15.0)
+    scores = jnp.einsum("BTNH,BSNH->BNTS", arrays[0], arrays[1]) / 6**0.5
+    assert scores.max() > 300  # float32 overflows at exp(89)
+
+    ours = jax.jit(lambda *a: value_and_gradients(attend, *a))(*arrays)
+
+    expected = jax.jit(lambda *a: value_and_gradients(textbook, *a))(*arrays)
+    for actual, wanted in zip(ours, expected, strict=True):
+        np.testing.assert_allclose(actual, wanted, rtol=1e-3, atol=1e-4 * np.abs(wanted).max())
+
+
+def test_bfloat16_stays_near_float32():
+    arrays = draw(23, (4, 2), jnp.bfloat16, head_dim=16, scale=1.0)
+
+    ours = jax.jit(lambda *a: value_and_gradients(attend, *a))(*arrays)
+
+    expected = value_and_gradients(textbook, *(x.astype(jnp.float32) for x in arrays))
+    for actual, wanted in zip(ours, expected, strict=True):
+        assert actual.dtype == jnp.bfloat16
+        error = np.abs(np.asarray(actual, np.float32) - wanted)
+        assert np.isfinite(error).all()
+        assert error.max() < 0.03 * np.abs(wanted).max()  # bfloat16 keeps eight bits
+
+
+def test_nothing_as_large_as_time_squared_waits_for_the_backward_pass():
+    num_tokens = 64
+    arrays = draw(num_tokens, (4, 2))[:3]
+
+    def kept(function):
+        _, pull_back = jax.vjp(function, *arrays)
+        return [leaf.shape for leaf in jax.tree.leaves(pull_back)]
+
+    assert any(shape.count(num_tokens) > 1 for shape in kept(textbook))  # the test can see them
+    shapes = kept(attend)
+    assert max(np.prod(shape) for shape in shapes) <= np.prod(arrays[0].shape)
+    assert sum(np.prod(shape) for shape in shapes) < 2 * 4 * num_tokens * num_tokens
+
+
+def test_positions_choose_what_a_query_sees():
+    """Given 0..T-1 they mean what leaving them out means; a later position sees more slots."""
+    query, key, value, _ = draw(7, (4, 2))
+    positions_BT = jnp.broadcast_to(jnp.arange(7), (2, 7))
+
+    whole = attend(query, key, value)
+
+    np.testing.assert_allclose(attend(query, key, value, positions_BT), whole, atol=2e-6)
+    last = attend(query[:, 4:5], key, value, positions_BT[:, 4:5])
+    np.testing.assert_allclose(last, whole[:, 4:5], atol=2e-6)
