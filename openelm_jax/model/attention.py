@@ -7,6 +7,7 @@ Legend: B batch, T time, S keys' length, N query heads, K kv heads, R queries of
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -110,18 +111,26 @@ def _visible(num_queries: int, num_tokens: int) -> jax.Array:
     return jnp.arange(num_tokens) <= (jnp.arange(num_queries) % num_tokens)[:, None]
 
 
-def rotate(x_BTNH: jax.Array, positions_BT: jax.Array, base: float) -> jax.Array:
-    """Return `x` turned by its positions, in float32, cast back (RoPE, rotate-half pairing).
+class Turns(NamedTuple):
+    """Cosine and sine of every pair's angle at every position, float32 [B or 1, T, 1, h]."""
 
-    Dimension i and i + H/2 form a pair with frequency base^(-2i/H). Any position works: there is
-    no table. (`rotary_embeddings.py` of CoreNet.)
+    cos: jax.Array
+    sin: jax.Array
+
+
+def turns(positions_BT: jax.Array, head_dim: int, base: float) -> Turns:
+    """Return the rotary embedding's turns at `positions_BT`, whatever they are: there is no table.
+
+    Dimension i of a head and i + H/2 form a pair, of frequency base^(-2i/H).
     """
-    half = x_BTNH.shape[-1] // 2
+    half = head_dim // 2
     frequency_h = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle_BTh = positions_BT[..., None].astype(jnp.float32) * frequency_h
-    cos_BT1h, sin_BT1h = jnp.cos(angle_BTh)[:, :, None], jnp.sin(angle_BTh)[:, :, None]
+    angle_BT1h = positions_BT[..., None, None].astype(jnp.float32) * frequency_h
+    return Turns(jnp.cos(angle_BT1h), jnp.sin(angle_BT1h))
+
+
+def rotate(x_BTNH: jax.Array, turns: Turns) -> jax.Array:
+    """Return `x` turned in float32 and cast back (rotate-half; CoreNet's rotary_embeddings.py)."""
     first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate(
-        [first * cos_BT1h - second * sin_BT1h, second * cos_BT1h + first * sin_BT1h], axis=-1
-    )
-    return turned.astype(x_BTNH.dtype)
+    turned = [first * turns.cos - second * turns.sin, second * turns.cos + first * turns.sin]
+    return jnp.concatenate(turned, axis=-1).astype(x_BTNH.dtype)

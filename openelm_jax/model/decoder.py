@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from openelm_jax.config import ModelConfig
-from openelm_jax.model.attention import Attend, attend, rotate
+from openelm_jax.model.attention import Attend, Turns, attend, rotate, turns
 from openelm_jax.model.cache import Cache, LayerCache, write_cache
 from openelm_jax.model.scaling import LayerShape, layer_shapes
 
@@ -65,7 +65,11 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x_BTD: jax.Array, positions_BT: jax.Array | None, cache: LayerCache | None
+        self,
+        x_BTD: jax.Array,
+        turns: Turns,
+        positions_BT: jax.Array | None,
+        cache: LayerCache | None,
     ) -> tuple[jax.Array, LayerCache | None]:
         config, shape = self.config, self.shape
         qkv = _kernel(self, "qkv", config.model_dim, shape.query_dim + 2 * shape.kv_dim)
@@ -81,9 +85,7 @@ class Attention(nn.Module):
         if config.normalize_qk_projections:
             query_BTNH = Norm(config.normalization, name="query_norm")(query_BTNH)
             key_BTKH = Norm(config.normalization, name="key_norm")(key_BTKH)
-        rotate_at = jnp.arange(x_BTD.shape[1])[None] if positions_BT is None else positions_BT
-        query_BTNH = rotate(query_BTNH, rotate_at, config.rope_base)
-        key_BTKH = rotate(key_BTKH, rotate_at, config.rope_base)
+        query_BTNH, key_BTKH = rotate(query_BTNH, turns), rotate(key_BTKH, turns)
 
         if cache is None:
             mixed_BTNH = self.attend(query_BTNH, key_BTKH, value_BTKH, None)
@@ -130,12 +132,16 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x_BTD: jax.Array, positions_BT: jax.Array | None, cache: LayerCache | None
+        self,
+        x_BTD: jax.Array,
+        turns: Turns,
+        positions_BT: jax.Array | None,
+        cache: LayerCache | None,
     ) -> tuple[jax.Array, LayerCache | None]:
         config, shape = self.config, self.shape
         normal = Norm(config.normalization, name="attention_norm")(x_BTD)
         mixed, cache = Attention(config, shape, self.attend, self.gather, name="attention")(
-            normal, positions_BT, cache
+            normal, turns, positions_BT, cache
         )
         x_BTD = x_BTD + mixed
         normal = Norm(config.normalization, name="ffn_norm")(x_BTD)
@@ -184,9 +190,12 @@ class Decoder(nn.Module):
         Positions default to 0..T-1; with a cache they must be given.
         """
         x_BTD = self.gather(self.embedding).astype(self.dtype)[tokens_BT]
+        rotate_at = jnp.arange(tokens_BT.shape[1])[None] if positions_BT is None else positions_BT
+        turned = turns(rotate_at, self.config.head_dim, self.config.rope_base)
+        caches = [None] * len(self.layers) if cache is None else cache
         layer_caches: list[Any] = []
-        for i, layer in enumerate(self.layers):
-            x_BTD, layer_cache = layer(x_BTD, positions_BT, None if cache is None else cache[i])
+        for layer, layer_cache in zip(self.layers, caches, strict=True):
+            x_BTD, layer_cache = layer(x_BTD, turned, positions_BT, layer_cache)
             layer_caches.append(layer_cache)
         return self.final_norm(x_BTD), None if cache is None else tuple(layer_caches)
 
