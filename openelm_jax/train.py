@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 from openelm_jax.command_line import parse, run
@@ -166,7 +167,13 @@ def main(argv: list[str]) -> None:
     # --- The steps.
     hooks: tuple[Hook, ...] = ((training.validate_every, look),)
     signals = _Signals()
-    with feed(data, experiment.data.prefetch) as batches, progress(training.steps, start) as bar:
+    with (
+        closing(writer),
+        closing(checkpointer),  # waits for a save in progress, also after a mistake
+        closing(data),
+        feed(data, experiment.data.prefetch) as batches,
+        progress(training.steps, start) as bar,
+    ):
         state, done = train_loop(
             state,
             train_step=compiled.function,
@@ -181,13 +188,10 @@ def main(argv: list[str]) -> None:
             hooks=hooks,
             should_stop=signals.arrived,
         )
-    data.close()
-    if done == training.steps and not (
-        training.validate_every and done % training.validate_every == 0
-    ):
-        look(done, state.params)
-    checkpointer.close()
-    writer.close()
+        if done == training.steps and not (
+            training.validate_every and done % training.validate_every == 0
+        ):
+            look(done, state.params)
     _say(f"{directory}: step {done:,} saved, {time.perf_counter() - began:.0f} s in all")
     if done < training.steps:
         sys.exit(128 + signals.number)
