@@ -38,7 +38,7 @@ def experiment() -> Experiment:
         ),
         optimizer=OptimizerConfig(peak_lr=6e-3, min_lr=6e-5, warmup_steps=200),
         training=TrainingConfig(
-            steps=4800,
+            steps=6400,
             global_batch_size=8,
             dtype="float32",
             validate_every=800,
