@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import pytest
-from runs import small_experiment, write_corpus
+from small_runs import small_experiment, write_corpus
 
 from openelm_jax.data.pipeline import Position, open_data
 from openelm_jax.model.decoder import Decoder, init_params

@@ -9,6 +9,7 @@ from openelm_jax.config import Experiment, differing_fields, from_json, to_json
 from openelm_jax.data.pipeline import training_texts
 from openelm_jax.errors import UserError
 from openelm_jax.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from openelm_jax.weights.orbax import saved_steps
 
 EXPERIMENT = "experiment.json"
 TOKENIZER = "tokenizer.model"
@@ -17,19 +18,22 @@ TOKENIZER = "tokenizer.model"
 def claim_run(run: Path, experiment: Experiment) -> None:
     """Write the experiment into a new run directory, or check it against an older one's.
 
-    What changes no result may change (logging, checkpoints, prefetch, where the data lies).
-    Raises UserError naming every other field that differs.
+    Until the first checkpoint everything may change, so that a mistake can be mended; then what
+    changes no result may (logging, checkpoints, prefetch, where the data lies). Raises UserError
+    naming every other field that differs.
     """
     path = run / EXPERIMENT
     try:
         if path.is_file():
             before = from_json(path.read_text(encoding="utf-8"))
             differences = differing_fields(_what_counts(before), _what_counts(experiment))
-            if differences:
+            if differences and saved_steps(run):
                 raise UserError(
                     f"{run} was made by another experiment (field: there, now): "
                     f"{'; '.join(differences)}. Choose another --run, or undo the difference."
                 )
+            if differences and experiment.tokenizer.path is None:
+                (run / TOKENIZER).unlink(missing_ok=True)  # trained for what was tried before
         run.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(".tmp")
         temporary.write_text(to_json(experiment), encoding="utf-8")
@@ -49,7 +53,7 @@ def open_tokenizer(run: Path, experiment: Experiment) -> tuple[Tokenizer, str]:
     try:
         if config.path is not None:
             tokenizer = load_tokenizer(config.path, model_vocab_size)
-            if not kept.is_file():
+            if not (kept.is_file() and saved_steps(run)):
                 kept.write_bytes(tokenizer.model_bytes)
             elif kept.read_bytes() != tokenizer.model_bytes:
                 raise UserError(

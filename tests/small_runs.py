@@ -28,7 +28,7 @@ EXPERIMENT_FILE = '''"""A two-layer model, for the tests."""
 
 from pathlib import Path
 
-from runs import small_experiment
+from small_runs import small_experiment
 
 
 def experiment():

@@ -1,0 +1,132 @@
+"""A run directory belongs to one experiment and one tokenizer from its first checkpoint on."""
+
+import dataclasses
+
+import pytest
+from corpora import documents
+from small_runs import small_experiment, write_corpus
+
+from openelm_jax.config import TokenizerConfig, from_json
+from openelm_jax.errors import UserError
+from openelm_jax.tokenizer import load_tokenizer, train_tokenizer
+from openelm_jax.training.run_directory import claim_run, open_tokenizer
+
+
+@pytest.fixture
+def experiment(tmp_path):
+    write_corpus(tmp_path / "corpus")
+    return small_experiment(tmp_path / "corpus")
+
+
+def with_changes(experiment, group, **changes):
+    part = dataclasses.replace(getattr(experiment, group), **changes)
+    return dataclasses.replace(experiment, **{group: part})
+
+
+def begin(run):
+    """Pretend the first checkpoint."""
+    (run / "checkpoints" / "000006").mkdir(parents=True)
+
+
+def test_the_resolved_experiment_is_in_the_directory(experiment, tmp_path):
+    claim_run(tmp_path / "runs" / "new", experiment)
+
+    assert from_json((tmp_path / "runs" / "new" / "experiment.json").read_text()) == experiment
+
+
+@pytest.mark.parametrize(
+    ("group", "changes", "named"),
+    [
+        ("model", {"num_layers": 3}, "model.num_layers: 2, 3"),
+        ("optimizer", {"peak_lr": 0.5}, "optimizer.peak_lr: 0.01, 0.5"),
+        ("training", {"steps": 17}, "training.steps: 16, 17"),
+        ("training", {"accumulation": 2}, "training.accumulation: 1, 2"),
+        ("data", {"seed": 5}, "data.seed: 0, 5"),
+    ],
+)
+def test_what_changes_a_result_is_refused_by_name(experiment, tmp_path, group, changes, named):
+    claim_run(tmp_path, experiment)
+    begin(tmp_path)
+
+    with pytest.raises(UserError, match="was made by another experiment") as refusal:
+        claim_run(tmp_path, with_changes(experiment, group, **changes))
+
+    assert named in str(refusal.value)
+    assert from_json((tmp_path / "experiment.json").read_text()) == experiment
+
+
+def test_all_differences_are_named_at_once(experiment, tmp_path):
+    claim_run(tmp_path, experiment)
+    begin(tmp_path)
+    other = with_changes(experiment, "training", steps=17, seed=1)
+
+    with pytest.raises(UserError, match=r"training\.seed: 0, 1; training\.steps: 16, 17\."):
+        claim_run(tmp_path, other)
+
+
+@pytest.mark.parametrize(
+    ("group", "changes"),
+    [
+        ("training", {"log_every": 1, "validate_every": 3, "sample_prompts": ("a",)}),
+        ("checkpoint", {"every": 1, "keep_every": 2}),
+        ("data", {"prefetch": 0, "root": "/elsewhere"}),
+    ],
+)
+def test_what_changes_no_result_may_change(experiment, tmp_path, group, changes):
+    claim_run(tmp_path, experiment)
+    begin(tmp_path)
+    changed = with_changes(experiment, group, **changes)
+
+    claim_run(tmp_path, changed)
+
+    assert from_json((tmp_path / "experiment.json").read_text()) == changed
+
+
+def test_before_the_first_checkpoint_a_mistake_can_be_mended(experiment, tmp_path):
+    claim_run(tmp_path, experiment)
+    mended = with_changes(experiment, "training", steps=17)
+
+    claim_run(tmp_path, mended)
+
+    assert from_json((tmp_path / "experiment.json").read_text()) == mended
+
+
+def test_a_given_tokenizer_is_copied_and_stays_that_of_the_run(experiment, tmp_path):
+    run, given = tmp_path / "run", experiment.tokenizer.path
+    claim_run(run, experiment)
+    tokenizer, origin = open_tokenizer(run, experiment)
+    assert origin == given
+    assert (run / "tokenizer.model").read_bytes() == tokenizer.model_bytes
+    begin(run)
+
+    other = tmp_path / "other.model"
+    train_tokenizer(documents(100, seed=9), 360, other)
+    with pytest.raises(UserError, match=r"tokenizer\.model differs from --tokenizer .*other"):
+        open_tokenizer(run, with_changes(experiment, "tokenizer", path=str(other)))
+    again, _ = open_tokenizer(run, with_changes(experiment, "tokenizer", path=None))
+    assert again.sha256 == tokenizer.sha256
+
+
+def test_without_one_it_is_trained_on_the_training_text_and_not_a_second_time(experiment, tmp_path):
+    run = tmp_path / "run"
+    training = dataclasses.replace(experiment, tokenizer=TokenizerConfig(vocab_size=330))
+    claim_run(run, training)
+
+    tokenizer, origin = open_tokenizer(run, training)
+    begin(run)
+    again, origin_again = open_tokenizer(run, training)
+
+    assert tokenizer.vocab_size == 330
+    assert origin == "trained on the training text"
+    assert origin_again == str(run / "tokenizer.model")
+    assert again.sha256 == tokenizer.sha256
+
+
+def test_a_tokenizer_trained_for_a_mistake_is_not_kept(experiment, tmp_path):
+    first = dataclasses.replace(experiment, tokenizer=TokenizerConfig(vocab_size=330))
+    mended = dataclasses.replace(experiment, tokenizer=TokenizerConfig(vocab_size=335))
+    for attempt in (first, mended):
+        claim_run(tmp_path, attempt)
+        open_tokenizer(tmp_path, attempt)
+
+    assert load_tokenizer(tmp_path / "tokenizer.model").vocab_size == 335
