@@ -49,7 +49,7 @@ def main(argv: list[str]) -> None:
     from openelm_jax.training.compilation import compile_step, keep_compiled_code
     from openelm_jax.training.feed import feed, to_batch
     from openelm_jax.training.loop import Hook, Logged, train_loop
-    from openelm_jax.training.metrics import MetricWriter, progress
+    from openelm_jax.training.metrics import MetricWriter, is_validated, progress
     from openelm_jax.training.optimizer import learning_rate, make_optimizer
     from openelm_jax.training.run_directory import claim_run, open_tokenizer
     from openelm_jax.training.state import TrainState, new_state
@@ -87,23 +87,30 @@ def main(argv: list[str]) -> None:
         start = restored.step
         data.set_state(Position.from_json(restored.data))
         state = TrainState(params=restored.params, **restored.optimizer)
-        _say(f"resumed at step {start:,} of {directory}")
+        unused = f"; --from {flags.weights} is for a new run and not used" if flags.weights else ""
+        _say(f"resumed at step {start:,} of {directory}{unused}")
     else:
         start = 0
         given = None if flags.weights is None else _starting_weights(flags.weights, experiment)
         state = new_state(given or init_params(config, training.seed), optimizer)
-    if start >= training.steps:
+    if start == training.steps and (held_out is None or is_validated(directory, start)):
         _say(f"{directory} is complete: {start:,} of {training.steps:,} steps")
         return
+    # Placed alike whether new or restored: another placement would be compiled anew.
+    state = jax.device_put(state, jax.devices()[0])
 
     # --- Compile, and say what will run.
     train_step = jax.jit(
         make_train_step(decoder, optimizer, training, experiment.optimizer.clip_norm),
         donate_argnums=0,
     )
-    validation_step = jax.jit(make_validation_step(decoder, training))
-    rows_BL = jnp.zeros((training.global_batch_size, row_length), jnp.int32)
-    compiled = compile_step(train_step, state, to_batch(rows_BL), jnp.float32(0))
+    batch = to_batch(jnp.zeros((training.global_batch_size, row_length), jnp.int32))
+    # Accelerators take float32 to mean less unless they are told.
+    with jax.default_matmul_precision("highest" if training.dtype == "float32" else "default"):
+        compiled = compile_step(train_step, state, batch, jnp.float32(0))
+        validation_step = compile_step(
+            jax.jit(make_validation_step(decoder, training)), state.params, batch
+        ).function
     tokens_per_step = training.global_batch_size * config.context_length
     device = jax.devices()[0].device_kind
     _say(
@@ -152,6 +159,8 @@ def main(argv: list[str]) -> None:
             step, params=state.params, optimizer=_optimizer_item(state), data=position.to_json()
         )
 
+    looked_at: set[int] = set()
+
     def look(step: int, params: dict) -> None:
         """Validate and show a sample."""
         if held_out is not None:
@@ -163,6 +172,7 @@ def main(argv: list[str]) -> None:
             )
         for prompt, text in _samples(experiment, params, tokenizer):
             _say(f"step {step:,}: {prompt}{text}")
+        looked_at.add(step)
 
     # --- The steps.
     hooks: tuple[Hook, ...] = ((training.validate_every, look),)
@@ -188,9 +198,7 @@ def main(argv: list[str]) -> None:
             hooks=hooks,
             should_stop=signals.arrived,
         )
-        if done == training.steps and not (
-            training.validate_every and done % training.validate_every == 0
-        ):
+        if done == training.steps and done not in looked_at:
             look(done, state.params)
     _say(f"{directory}: step {done:,} saved, {time.perf_counter() - began:.0f} s in all")
     if done < training.steps:

@@ -102,6 +102,18 @@ def progress(total: int, start: int) -> Iterator[ProgressBar]:
         yield ProgressBar(bar, bar.add_task("", total=total, completed=start, figures=""))
 
 
+def is_validated(directory: str | Path, step: int) -> bool:
+    """Return whether the figures in `directory` hold the validation of `step`."""
+    try:
+        lines = (Path(directory) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        return any(
+            figures["step"] == step and "validation/loss" in figures
+            for figures in map(json.loads, lines[-2:])
+        )
+    except (OSError, ValueError):
+        return False  # there is none, or its last line is half written
+
+
 def _drop_later_lines(path: Path, resume_step: int) -> None:
     if not path.exists():
         return
