@@ -1,11 +1,44 @@
-"""Lets the tests of every folder import what stands beside this file, and share compiled code."""
+"""Lets the tests of every folder import what stands beside this file, and train in small."""
 
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 
 @pytest.fixture(scope="session")
 def compiled_code(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder in which the commands of a session keep what they compile."""
     return tmp_path_factory.mktemp("compiled_code")
+
+
+@pytest.fixture
+def train_here(
+    compiled_code: Path, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Callable[..., str]]:
+    """Return train(experiment, run, *flags, code=0): the verb in this process, and its stderr."""
+    from openelm_jax import train
+    from openelm_jax.command_line import run
+
+    def train_in_process(experiment: Path, directory: Path, *flags: str, code: int = 0) -> str:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            run(train.main, ["--exp", str(experiment), "--run", str(directory), *flags])
+        said = capsys.readouterr().err
+        assert end.value.code == code, said
+        return said
+
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", str(compiled_code))
+    compilation_cache.reset_cache()
+    yield train_in_process
+    jax.config.update("jax_compilation_cache_dir", before)
+    compilation_cache.reset_cache()
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
