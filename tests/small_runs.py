@@ -103,11 +103,11 @@ def call(command: Sequence[str], compiled_code: Path, code: int = 0) -> str:
 def assert_one_sentence(stderr: str, *parts: str) -> None:
     """Check that the last line, and no other, is `error: ...`, that it has all of `parts`, and
     that there is no traceback."""
-    assert "Traceback" not in stderr
+    assert "Traceback" not in stderr, stderr
     errors = [line for line in stderr.splitlines() if line.startswith("error: ")]
     assert errors == stderr.splitlines()[-1:], stderr
     for part in parts:
-        assert part in errors[0]
+        assert part in errors[0], errors[0]
 
 
 def read_metrics(run: Path) -> list[dict]:

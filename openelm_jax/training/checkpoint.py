@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,6 +61,7 @@ class Checkpointer:
 
     def __init__(self, run_directory: str | Path, config: CheckpointConfig) -> None:
         absl.logging.set_verbosity(absl.logging.FATAL)  # Orbax logs tracebacks of what it raises
+        _hide_late_writes()
         self.run_directory = Path(run_directory).absolute()
         self.directory = self.run_directory / CHECKPOINTS
         self._saving: int | None = None
@@ -212,6 +213,22 @@ class Checkpointer:
                 f"{self.directory}: cannot {doing} ({reason or str(error)[:200]}); earlier "
                 "checkpoints are intact. Free space there or make it writable, then start again."
             ) from error
+
+
+def _hide_late_writes() -> None:
+    """Keep off stderr what TensorStore prints of each write that ends after its save has failed."""
+    shown = sys.unraisablehook
+    if not isinstance(shown, _WithoutLateWrites):
+        sys.unraisablehook = _WithoutLateWrites(shown)
+
+
+@dataclass(frozen=True)
+class _WithoutLateWrites:
+    shown: Callable[[Any], Any]
+
+    def __call__(self, unraisable: Any) -> None:
+        if str(unraisable.exc_value) != "Event loop is closed":
+            self.shown(unraisable)
 
 
 def _target(like: Any) -> jax.ShapeDtypeStruct:
