@@ -74,13 +74,16 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, path: str | os.PathLi
 
     The same texts give the same file. Digits are split, unknown characters become bytes, and the
     text is not normalised (trainer_spec of LLaMA's tokenizer.model). At most the first
-    `MAX_TRAINING_CHARS` characters are used. Raises UserError when the texts are too few.
+    `MAX_TRAINING_CHARS` characters are used. Raises UserError when the texts are too few, and what
+    `texts` raises.
     """
     path = Path(path)
     model = io.BytesIO()
+    # SentencePiece makes a RuntimeError of whatever is raised while it asks for a line.
+    raised: list[BaseException] = []
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=_training_lines(texts),
+            sentence_iterator=_keeping_what_is_raised(_training_lines(texts), raised),
             model_writer=model,
             model_type="bpe",
             vocab_size=vocab_size,
@@ -99,6 +102,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, path: str | os.PathLi
             minloglevel=3,
         )
     except RuntimeError as error:
+        if raised:
+            raise raised[0] from None
         raise UserError(_training_failure(str(error), vocab_size)) from error
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
@@ -131,6 +136,14 @@ def _check(tokenizer: Tokenizer, path: Path, model_vocab_size: int | None) -> No
             f"tokenizer {path}: its {tokenizer.vocab_size} pieces exceed model.vocab_size "
             f"{model_vocab_size}; raise model.vocab_size or give a smaller tokenizer."
         )
+
+
+def _keeping_what_is_raised(lines: Iterator[str], raised: list[BaseException]) -> Iterator[str]:
+    try:
+        yield from lines
+    except (Exception, KeyboardInterrupt) as error:
+        raised.append(error)
+        raise
 
 
 def _training_lines(texts: Iterable[str]) -> Iterator[str]:

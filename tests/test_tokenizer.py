@@ -93,6 +93,18 @@ def test_no_text_is_refused(tmp_path):
         train_tokenizer([], 300, tmp_path / "a.model")
 
 
+@pytest.mark.parametrize("error", [UserError("a.jsonl:3: mend it."), KeyboardInterrupt()])
+def test_what_the_texts_raise_comes_through_as_it_is(tmp_path, error):
+    def texts():
+        yield from documents(5)
+        raise error
+
+    with pytest.raises(type(error)) as raised:
+        train_tokenizer(texts(), 300, tmp_path / "a.model")
+    assert raised.value is error
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_file_that_is_missing_or_no_model_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"none\.model: there is no such file"):
         load_tokenizer(tmp_path / "none.model")
