@@ -9,6 +9,7 @@ from corpora import config, documents, source, tokenizer, write
 from openelm_jax.config import DataConfig, SourceConfig
 from openelm_jax.data.pipeline import open_data, training_texts
 from openelm_jax.errors import UserError
+from openelm_jax.tokenizer import train_tokenizer
 
 
 def open_one(settings, batch=1):
@@ -218,6 +219,18 @@ def test_nothing_that_passes_the_filters_is_refused_with_the_counts(tmp_path):
     )
     with pytest.raises(UserError, match=expected):
         next(data)
+
+
+def test_nothing_that_passes_to_train_a_tokenizer_on_is_refused_with_the_counts(tmp_path):
+    write(tmp_path / "good" / "a.jsonl", documents(30, words=(20, 60)))
+    write_lines(tmp_path / "web" / "a.jsonl", [line_of("short")] * 41 + [b"{"])
+    settings = config(tmp_path, source("good"), source("web"), min_chars=10, max_bad_fraction=0.1)
+    expected = (
+        r"^data\.sources web: no text to train a tokenizer on: of 42 records 41 have fewer "
+        r"characters than data\.min_chars 10, 1 are bad; lower the threshold, or give other files.$"
+    )
+    with pytest.raises(UserError, match=expected):
+        train_tokenizer(training_texts(settings), 300, tmp_path / "a.model")
 
 
 def test_a_source_without_end_and_without_text_is_given_up(tmp_path, monkeypatch):

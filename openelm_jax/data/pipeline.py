@@ -20,7 +20,13 @@ from openelm_jax.data.lanes import LaneGroup, Plan
 from openelm_jax.data.manifest import Source, list_manifest
 from openelm_jax.data.position import Position, check_fingerprint, count
 from openelm_jax.data.readers import read_blocks
-from openelm_jax.data.text import PROBE_BYTES, check_source, passes_char_filter, read_texts
+from openelm_jax.data.text import (
+    PROBE_BYTES,
+    BadRecordLimit,
+    check_source,
+    passes_char_filter,
+    read_texts,
+)
 from openelm_jax.data.validation import ValidationSet, validation_set
 from openelm_jax.errors import UserError
 from openelm_jax.tokenizer import Tokenizer
@@ -76,17 +82,13 @@ def open_data(
 def training_texts(config: DataConfig) -> Iterator[str]:
     """Return the training documents that pass the character filter, once, in manifest order.
 
-    Raises UserError at once for data that is missing.
+    Raises UserError at once for data that is missing, and at the end of a source of which no
+    document passes.
     """
     manifest = list_manifest(config)
     for source in manifest.sources:
         check_source(source, source.shards)
-    return (
-        text
-        for source in manifest.sources
-        for text in read_texts(source, source.shards, config.max_bad_fraction)
-        if passes_char_filter(text, config.min_chars)
-    )
+    return (text for source in manifest.sources for text in _passing_texts(config, source))
 
 
 def choose_lanes(num_bytes: int, global_batch_size: int) -> int:
@@ -148,6 +150,21 @@ class DataIterator(DatasetIterator):
         self._step = step
         self._table_NSC = np.array(table_NSC, dtype=np.int64)
         self._group = iter(LaneGroup(self._plan, step, self._table_NSC))
+
+
+def _passing_texts(config: DataConfig, source: Source) -> Iterator[str]:
+    limit = BadRecordLimit(source.name, config.max_bad_fraction)
+    passed = False
+    for text in read_texts(source, source.shards, limit):
+        if passes_char_filter(text, config.min_chars):
+            passed = True
+            yield text
+    if not passed:
+        raise UserError(
+            f"data.sources {source.name}: no text to train a tokenizer on: of {limit.records} "
+            f"records {limit.records - limit.bad} have fewer characters than data.min_chars "
+            f"{config.min_chars}, {limit.bad} are bad; lower the threshold, or give other files."
+        )
 
 
 def _fingerprint(config: DataConfig, plan: Plan) -> dict[str, Any]:

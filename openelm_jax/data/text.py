@@ -83,20 +83,20 @@ class BadRecordLimit:
         bad: int = 0,
         passes_left: int = 1,
     ) -> None:
+        self.records = records
+        self.bad = bad
         self._source = source
         self._max_bad_fraction = max_bad_fraction
-        self._records = records
-        self._bad = bad
         self._passes_left = passes_left
         self._last: tuple[Shard, int, Record, Flaw] | None = None
 
     def count(self, shard: Shard, number: int, record: Record, flaw: Flaw | None) -> None:
         """Count record `number` of `shard`; raises UserError at the limit."""
-        self._records += 1
+        self.records += 1
         if flaw is not None and flaw != "repaired":
-            self._bad += 1
+            self.bad += 1
             self._last = (shard, number, record, flaw)
-        if self._records >= RECORDS_BEFORE_VERDICT:
+        if self.records >= RECORDS_BEFORE_VERDICT:
             self._check()
 
     def end_first_pass(self) -> None:
@@ -107,14 +107,14 @@ class BadRecordLimit:
             self._check()
 
     def _check(self) -> None:
-        if self._bad <= self._max_bad_fraction * self._records:
+        if self.bad <= self._max_bad_fraction * self.records:
             return
         last = "before this run was continued"
         if self._last is not None:
             shard, number, record, flaw = self._last
             last = f"the last at {locate(shard, number)} ({_FLAWS[flaw]}: {_excerpt(record)})"
         raise UserError(
-            f"data.sources {self._source}: {self._bad} of {self._records} records are bad, {last}; "
+            f"data.sources {self._source}: {self.bad} of {self.records} records are bad, {last}; "
             f"mend the data, or raise data.max_bad_fraction ({self._max_bad_fraction})."
         )
 
@@ -126,9 +126,8 @@ _FLAWS = {
 }
 
 
-def read_texts(source: Source, shards: tuple[Shard, ...], max_bad_fraction: float) -> Iterator[str]:
-    """Yield the texts of some shards of a source once, in their order."""
-    limit = BadRecordLimit(source.name, max_bad_fraction)
+def read_texts(source: Source, shards: tuple[Shard, ...], limit: BadRecordLimit) -> Iterator[str]:
+    """Yield the texts of some shards of a source once, in their order; `limit` counts records."""
     for shard in shards:
         number = 0
         for block in read_blocks(shard, source.text_key, PROBE_BYTES):

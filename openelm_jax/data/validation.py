@@ -11,7 +11,7 @@ import numpy as np
 
 from openelm_jax.config import DataConfig
 from openelm_jax.data.manifest import list_manifest
-from openelm_jax.data.text import check_source, encode_document, read_texts
+from openelm_jax.data.text import BadRecordLimit, check_source, encode_document, read_texts
 from openelm_jax.tokenizer import Tokenizer
 
 
@@ -37,7 +37,8 @@ def validation_set(
         if not source.holdout:
             continue
         check_source(source, source.holdout)
-        for text in read_texts(source, source.holdout, config.max_bad_fraction):
+        limit = BadRecordLimit(source.name, config.max_bad_fraction)
+        for text in read_texts(source, source.holdout, limit):
             document_rows, document_mask = cut_document(
                 encode_document(text, tokenizer), row_length
             )
