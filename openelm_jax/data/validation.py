@@ -12,6 +12,7 @@ import numpy as np
 from openelm_jax.config import DataConfig
 from openelm_jax.data.manifest import list_manifest
 from openelm_jax.data.text import BadRecordLimit, check_source, encode_document, read_texts
+from openelm_jax.errors import UserError
 from openelm_jax.tokenizer import Tokenizer
 
 
@@ -31,9 +32,13 @@ class ValidationSet:
 def validation_set(
     config: DataConfig, tokenizer: Tokenizer, *, row_length: int
 ) -> ValidationSet | None:
-    """Return the held-out documents, each as <s> document </s>; None when nothing is held out."""
+    """Return the held-out documents, each as <s> document </s>; None when nothing is held out.
+
+    Raises UserError when all of them are empty, besides what reading them raises.
+    """
+    manifest = list_manifest(config)
     rows, masks, num_bytes, num_documents = [], [], 0, 0
-    for source in list_manifest(config).sources:
+    for source in manifest.sources:
         if not source.holdout:
             continue
         check_source(source, source.holdout)
@@ -48,6 +53,12 @@ def validation_set(
             num_documents += 1
     if not rows:
         return None
+    if num_bytes == 0:
+        shards = [shard for source in manifest.sources for shard in source.holdout]
+        raise UserError(
+            f"data.sources: all {num_documents} held-out documents are empty texts, in "
+            f"{', '.join(shard.path for shard in shards)}; hold out documents with text, or none."
+        )
     return ValidationSet(
         rows_NL=np.concatenate(rows),
         loss_mask_NT=np.concatenate(masks),
