@@ -354,9 +354,20 @@ def to_json(experiment: Experiment) -> str:
     return json.dumps(dataclasses.asdict(experiment), indent=2) + "\n"
 
 
-def from_json(text: str) -> Experiment:
-    """Return the experiment that `to_json` wrote; raises UserError naming an unknown field."""
-    return _from_plain(Experiment, json.loads(text), "")
+def from_json(text: str | bytes, where: str = "experiment") -> Experiment:
+    """Return the experiment that `to_json` wrote.
+
+    Raises UserError, beginning with `where`, for text that is no JSON, an unknown or missing
+    field and a value that the experiment refuses.
+    """
+    try:
+        plain = json.loads(text)
+    except ValueError as fault:
+        raise UserError(f"{where} is no JSON ({fault}); restore it from a copy.") from None
+    try:
+        return _from_plain(Experiment, plain, "")
+    except UserError as mistake:
+        raise UserError(f"{where}: {mistake}") from None
 
 
 def differing_fields(a: Experiment, b: Experiment) -> list[str]:
@@ -389,18 +400,25 @@ def _run_experiment_file(path: Path) -> Experiment:
 def _from_plain(kind: Any, value: Any, where: str) -> Any:
     """Rebuild a dataclass (nested, with tuples and optional fields) from JSON's plain values."""
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        if not isinstance(value, dict):
+            name = where.rstrip(".") or "the whole"
+            raise UserError(f"{name} is {repr(value)[:40]}: it must be an object of fields.")
         hints = typing.get_type_hints(kind)
         unknown = sorted(set(value) - set(hints))
         if unknown:
             near = difflib.get_close_matches(unknown[0], hints, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise UserError(f"experiment: unknown field {where}{unknown[0]}{hint}")
-        return kind(
-            **{name: _from_plain(hints[name], v, f"{where}{name}.") for name, v in value.items()}
-        )
+            hint = f"; did you mean {near[0]}?" if near else "; take it out."
+            raise UserError(f"unknown field {where}{unknown[0]}{hint}")
+        given = {name: _from_plain(hints[name], v, f"{where}{name}.") for name, v in value.items()}
+        for known in dataclasses.fields(kind):
+            required = known.default is known.default_factory is dataclasses.MISSING
+            if required and known.name not in given:
+                raise UserError(f"the field {where}{known.name} is missing; add it.")
+        return kind(**given)
     origin = typing.get_origin(kind)
     if origin is tuple and isinstance(value, list):
-        return tuple(_from_plain(typing.get_args(kind)[0], v, where) for v in value)
+        (element, _) = typing.get_args(kind)
+        return tuple(_from_plain(element, v, f"{where}{i}.") for i, v in enumerate(value))
     if origin in (typing.Union, types.UnionType):
         for option in typing.get_args(kind):
             if typing.get_origin(option) is tuple and isinstance(value, list):

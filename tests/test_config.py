@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,44 @@ def test_an_unknown_field_in_json_is_answered_with_the_nearest() -> None:
         from_json(json.dumps(plain))
 
 
+def test_an_older_json_takes_the_defaults_of_what_it_lacks() -> None:
+    plain = json.loads(to_json(load_experiment("tiny")))
+    del plain["checkpoint"], plain["training"]["z_loss"]
+    assert from_json(json.dumps(plain)).training.z_loss == 1e-4
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"name": "x"', "run/experiment.json is no JSON (Expecting ',' delimiter"),
+        (b"\x80\x81\x82\x83", "run/experiment.json is no JSON ('utf-8' codec can't decode"),
+        ("", "run/experiment.json is no JSON ("),
+        ("[]", "run/experiment.json: the whole is []: it must be an object of fields."),
+        ('{"name": "x"}', "run/experiment.json: the field model is missing; add it."),
+        ('{"name": "x", "model": 3}', "run/experiment.json: model is 3: it must be an object"),
+        (
+            '{"name": "x", "model": {"num_layers": 2, "model_dim": 64}}',
+            "run/experiment.json: the field model.head_dim is missing; add it.",
+        ),
+        (
+            '{"name": "x", "model": {"num_layers": 2, "model_dim": 64, "head_dim": 24}}',
+            "run/experiment.json: model.head_dim 24 does not divide model.model_dim 64",
+        ),
+    ],
+)
+def test_a_damaged_json_is_named_with_what_is_wrong(text: str | bytes, message: str) -> None:
+    with pytest.raises(UserError) as error:
+        from_json(text, "run/experiment.json")
+    assert str(error.value).startswith(message)
+
+
+def test_a_missing_field_of_a_source_says_of_which() -> None:
+    plain = json.loads(to_json(load_experiment("tiny")))
+    plain["data"]["sources"].append({"name": "second"})
+    with pytest.raises(UserError, match=r"the field data\.sources\.1\.files is missing; add it"):
+        from_json(json.dumps(plain))
+
+
 def test_what_differs_between_two_experiments_is_listed_by_field() -> None:
     assert differing_fields(load_experiment("3b"), load_experiment("3b")) == []
     lines = differing_fields(load_experiment("270m"), load_experiment("450m"))
@@ -187,7 +226,7 @@ def test_an_experiment_is_found_in_the_working_directory_first(
     text = (Path(__file__).parent.parent / "experiments" / "tiny.py").read_text()
     (tmp_path / "experiments").mkdir()
     (tmp_path / "experiments" / "openelm_mine.py").write_text(text.replace('"tiny"', '"mine"'))
-    (tmp_path / "experiments" / "tiny.py").write_text(text.replace("steps=1800", "steps=7"))
+    (tmp_path / "experiments" / "tiny.py").write_text(re.sub(r"\bsteps=\d+", "steps=7", text))
     monkeypatch.chdir(tmp_path)
     assert load_experiment("mine").name == load_experiment("openelm_mine").name == "mine"
     assert load_experiment("tiny").training.steps == 7

@@ -79,3 +79,13 @@ def test_a_run_without_a_checkpoint_is_refused(tmp_path):
 
     with pytest.raises(UserError, match="holds no finished checkpoint"):
         load_weights(tmp_path)
+
+
+def test_a_damaged_experiment_is_named_with_its_file(tmp_path):
+    file = tmp_path / "experiment.json"
+    file.write_text(to_json(EXPERIMENT)[:100])
+
+    with pytest.raises(UserError) as refusal:
+        load_weights(tmp_path)
+
+    assert str(refusal.value).startswith(f"{file} is no JSON (")

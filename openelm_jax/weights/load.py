@@ -35,7 +35,8 @@ def load_weights(where: str | Path, tokenizer_path: str | Path | None = None) ->
     """
     path, step = _split_step(str(where))
     if (path / "experiment.json").is_file():
-        experiment = from_json((path / "experiment.json").read_text(encoding="utf-8"))
+        file = path / "experiment.json"
+        experiment = from_json(file.read_bytes(), str(file))
         step = _choose_step(path, step)
         config, params = experiment.model, load_params(step_directory(path, step))
         source = f"{path}@{step}"
@@ -49,8 +50,8 @@ def load_weights(where: str | Path, tokenizer_path: str | Path | None = None) ->
             f"--from {where}: no weights are recognised there; accepted are {ACCEPTED}."
         )
     beside = path / "tokenizer.model"
-    file = Path(tokenizer_path) if tokenizer_path else beside if beside.is_file() else None
-    tokenizer = load_tokenizer(file, model_vocab_size=config.vocab_size) if file else None
+    given = Path(tokenizer_path) if tokenizer_path else beside if beside.is_file() else None
+    tokenizer = load_tokenizer(given, model_vocab_size=config.vocab_size) if given else None
     return Weights(config, params, tokenizer, source)
 
 
