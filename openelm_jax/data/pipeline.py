@@ -3,7 +3,8 @@
     data = open_data(config, tokenizer, row_length=2049, global_batch_size=2048)
     rows_BL, position = next(data)
 
-B rows of the global batch, L tokens of a row (one more than the context).
+B rows of the global batch, L tokens of a row (one more than the context), S sources, P places of
+a source's shards in their permuted list.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from openelm_jax.config import DataConfig
 from openelm_jax.data import order
 from openelm_jax.data.engine import DatasetIterator
 from openelm_jax.data.lanes import LaneGroup, Plan
-from openelm_jax.data.manifest import Source, list_manifest
+from openelm_jax.data.manifest import Manifest, Source, list_manifest
 from openelm_jax.data.position import Position, check_fingerprint, count
 from openelm_jax.data.readers import read_blocks
 from openelm_jax.data.text import (
@@ -60,8 +61,7 @@ def open_data(
     manifest = list_manifest(config)
     for source in manifest.sources:
         check_source(source, source.shards)
-    lanes = config.lanes or choose_lanes(manifest.num_bytes, global_batch_size)
-    assert global_batch_size % lanes == 0, (global_batch_size, lanes)
+    lanes = _lanes(config, manifest, global_batch_size)
     plan = Plan(
         manifest=manifest,
         tokenizer=tokenizer,
@@ -74,8 +74,6 @@ def open_data(
         seed=config.seed,
         block_bytes=min(MOST_BLOCK_BYTES, ALL_BLOCKS_BYTES // (lanes * len(manifest.sources))),
     )
-    for index in range(len(manifest.sources)):
-        _check_lanes(plan, index)
     return DataIterator(plan, _fingerprint(config, plan))
 
 
@@ -190,37 +188,62 @@ def _fingerprint(config: DataConfig, plan: Plan) -> dict[str, Any]:
     return fields
 
 
-def _check_lanes(plan: Plan, index: int) -> None:
-    """Refuse lanes without a record; only lanes that share a shard can lack one that has any."""
-    source = plan.manifest.sources[index]
+def _lanes(config: DataConfig, manifest: Manifest, global_batch_size: int) -> int:
+    """Return data.lanes, or the most up to `choose_lanes` that each have records of every source.
+
+    Raises UserError when data.lanes leave a lane without a record.
+    """
+    most = config.lanes or choose_lanes(manifest.num_bytes, global_batch_size)
+    assert global_batch_size % most == 0, (global_batch_size, most)
+    records_SP = [
+        _count_records_of_places(source, index, config.seed, most)
+        for index, source in enumerate(manifest.sources)
+    ]
+    largest = max(
+        lanes
+        for lanes in _divisors(global_batch_size)
+        if lanes <= most and all(_works(lanes, records_P) for records_P in records_SP)
+    )
+    if config.lanes is None:
+        return largest
+    for index, (source, records_P) in enumerate(zip(manifest.sources, records_SP, strict=True)):
+        if 0 in records_P:
+            shuffled = order.permutation((config.seed, order.SHARDS, index), len(records_P))
+            empty = source.shards[int(shuffled[records_P.index(0)])]
+            raise UserError(
+                f"data.sources {source.name}: {empty.path} holds no record; take it out of the "
+                "source's files."
+            )
+        if not _works(most, records_P):
+            raise UserError(
+                f"data.sources {source.name}: {most} lanes leave some without a record; the most "
+                f"that work for training.global_batch_size {global_batch_size} are "
+                f"data.lanes {largest}."
+            )
+    return most
+
+
+def _works(lanes: int, records_P: list[int]) -> bool:
+    """Whether each lane has a record, given those of the shard at each place of a source."""
+    for lane in range(lanes):
+        places, _, offset = order.shards_of_lane(lane, lanes, len(records_P))
+        if all(records_P[place] <= offset for place in places):
+            return False
+    return True
+
+
+def _count_records_of_places(source: Source, index: int, seed: int, most: int) -> list[int]:
+    """Return the records of the shard at each place of a source, counted as far as `most` lanes
+    need; where each lane has shards of its own nothing is read, and a shard is taken to hold one.
+    """
     num_shards = len(source.shards)
-    if num_shards >= plan.lanes:
-        return
-    shuffled = order.permutation((plan.seed, order.SHARDS, index), num_shards)
-    records = [
-        _count_records(source, int(number), order.lanes_of_place(place, plan.lanes, num_shards))
+    if num_shards >= most:
+        return [1] * num_shards
+    shuffled = order.permutation((seed, order.SHARDS, index), num_shards)
+    return [
+        _count_records(source, int(number), order.lanes_of_place(place, most, num_shards))
         for place, number in enumerate(shuffled)
     ]
-    if 0 in records:
-        empty = source.shards[int(shuffled[records.index(0)])]
-        raise UserError(
-            f"data.sources {source.name}: {empty.path} holds no record; take it out of the "
-            "source's files."
-        )
-
-    def works(lanes: int) -> bool:
-        return lanes <= num_shards or all(
-            order.lanes_of_place(place, lanes, num_shards) <= count
-            for place, count in enumerate(records)
-        )
-
-    if not works(plan.lanes):
-        largest = max(n for n in _divisors(plan.global_batch_size) if n < plan.lanes and works(n))
-        raise UserError(
-            f"data.sources {source.name}: {plan.lanes} lanes leave some without a record; the most "
-            f"that work for training.global_batch_size {plan.global_batch_size} are "
-            f"data.lanes {largest}."
-        )
 
 
 def _count_records(source: Source, shard: int, most: int) -> int:
