@@ -59,7 +59,7 @@ def test_equal_logits_cost_the_logarithm_of_the_vocabulary(params, held_out):
 
 
 def test_it_is_the_mean_over_counted_tokens_of_the_model_s_own_logits(params, held_out):
-    logits_NTV = DECODER.apply({"params": params}, held_out.rows_NL[:, :-1])
+    logits_NTV = jax.jit(DECODER.apply)({"params": params}, held_out.rows_NL[:, :-1])
     logits_NTV = np.asarray(logits_NTV, np.float64)
     log_partition_NT = np.log(np.exp(logits_NTV).sum(axis=-1))
     targets_NT1 = held_out.rows_NL[:, 1:, None]
@@ -72,7 +72,7 @@ def test_it_is_the_mean_over_counted_tokens_of_the_model_s_own_logits(params, he
     assert loss.bits_per_byte == pytest.approx(nats / math.log(2) / NUM_BYTES, rel=1e-5)
 
 
-@pytest.mark.parametrize("batch_size", [1, 5, 8])
+@pytest.mark.parametrize("batch_size", [5, 8])
 def test_how_full_the_last_batch_is_changes_nothing(params, held_out, batch_size):
     loss = validate(STEP, params, held_out, batch_size=2)
 
