@@ -20,6 +20,7 @@ from openelm_jax import plan
 from openelm_jax.config import ModelConfig, load_experiment
 from openelm_jax.model.decoder import Decoder, init_params
 from openelm_jax.model.scaling import (
+    differing_widths,
     expand_multipliers,
     flops_per_token,
     layer_shapes,
@@ -162,6 +163,44 @@ def test_a_pair_for_two_layers_is_the_list_of_both() -> None:
     pair = ModelConfig(num_layers=2, model_dim=256, head_dim=32, qkv_multipliers=(0.5, 1.0))
     assert [shape.num_query_heads for shape in layer_shapes(pair)] == [4, 8]
     assert [shape.ffn_dim for shape in layer_shapes(pair)] == [256, 1024]
+
+
+def small(**changes: Any) -> ModelConfig:
+    return ModelConfig(**{"num_layers": 3, "model_dim": 256, "head_dim": 32, **changes})
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        ({"qkv_multipliers": (0.5, 1.0)}, {"qkv_multipliers": (0.5, 0.75, 1.0)}),
+        ({"ffn_multipliers": (0.5, 4.0)}, {"ffn_multipliers": (0.5, 2.25, 4.0)}),
+        ({"qkv_multipliers": 0.7}, {"qkv_multipliers": (0.7, 0.7)}),
+        ({"qkv_multipliers": 0.7}, {"qkv_multipliers": (0.7, 0.7, 0.7)}),
+        ({"num_layers": 1, "ffn_multipliers": 2.0}, {"num_layers": 1, "ffn_multipliers": (2.0,)}),
+        ({"qkv_multipliers": (0.5, 1.0)}, {"qkv_multipliers": (0.51, 0.99)}),
+        ({"ffn_multipliers": 2.0}, {"ffn_multipliers": 2.0, "ffn_dim_divisor": 128}),
+        ({"vocab_size": 32128}, {"vocab_size": 32000, "context_length": 64}),
+    ],
+)
+def test_a_model_is_the_same_however_its_widths_are_spelled(
+    a: dict[str, Any], b: dict[str, Any]
+) -> None:
+    assert differing_widths(small(**a), small(**b)) == []
+
+
+def test_what_makes_another_model_is_named() -> None:
+    assert differing_widths(small(), small(rope_base=5e5)) == ["model.rope_base: 10000.0, 500000.0"]
+    assert differing_widths(small(), small(num_layers=4)) == ["model.num_layers: 3, 4"]
+    # Eight heads by 0.5, 0.75 and 1, to the nearest multiple of the group, halves up.
+    assert differing_widths(small(), small(num_gqa_groups=2)) == [
+        "num_query_heads by layer: [4, 8, 8], [4, 6, 8]",
+        "num_kv_heads by layer: [1, 2, 2], [2, 3, 4]",
+    ]
+    # 256 by 0.5, 2.25 and 4, to the nearest 256; 512 is less than 0.9 of 576.
+    assert differing_widths(small(), small(ffn_multipliers=(0.5, 1.0))) == [
+        "ffn_dim by layer: [256, 768, 1024], [256, 256, 256]"
+    ]
+    assert len(differing_widths(small(), small(activation="gelu", tie_embeddings=False))) == 2
 
 
 VARIED = {

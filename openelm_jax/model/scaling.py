@@ -6,10 +6,21 @@ two decimals, and widths go to the nearest multiple of a divisor. Pure Python, n
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from functools import lru_cache
 
 from openelm_jax.config import ModelConfig
+
+NOT_COMPARED = {
+    "vocab_size",
+    "context_length",
+    "num_gqa_groups",
+    "qkv_multipliers",
+    "ffn_multipliers",
+    "ffn_dim_divisor",
+}
+"""Fields by which two configs may differ and have the same matrices in every layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +93,28 @@ def make_divisible(value: float, divisor: int) -> int:
     """
     nearest = max(divisor, int(value + divisor / 2) // divisor * divisor)
     return nearest + divisor if nearest < 0.9 * value else nearest
+
+
+def differing_widths(a: ModelConfig, b: ModelConfig) -> list[str]:
+    """Return one line for each thing in which two configs are other models: `model.field: a, b`.
+
+    Layers are compared by their widths, however the multipliers are spelled. Rows of vocabulary
+    and context length make no other model.
+    """
+    fields = [
+        field.name for field in dataclasses.fields(ModelConfig) if field.name not in NOT_COMPARED
+    ]
+    pairs = [(f"model.{name}", getattr(a, name), getattr(b, name)) for name in fields]
+    if a.num_layers == b.num_layers:
+        pairs += [
+            (
+                f"{name} by layer",
+                [getattr(shape, name) for shape in layer_shapes(a)],
+                [getattr(shape, name) for shape in layer_shapes(b)],
+            )
+            for name in ("num_query_heads", "num_kv_heads", "ffn_dim")
+        ]
+    return [f"{name}: {in_a!r}, {in_b!r}" for name, in_a, in_b in pairs if in_a != in_b]
 
 
 def parameter_count(config: ModelConfig, vocab_size: int | None = None) -> int:
