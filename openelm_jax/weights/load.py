@@ -10,7 +10,7 @@ from openelm_jax.errors import UserError
 from openelm_jax.tokenizer import Tokenizer, load_tokenizer
 from openelm_jax.weights.huggingface import read_huggingface
 from openelm_jax.weights.names import Params
-from openelm_jax.weights.orbax import load_params, saved_steps, step_directory
+from openelm_jax.weights.orbax import latest_step, load_params, saved_steps, step_directory
 
 ACCEPTED = (
     "a run directory, RUN@STEP, or a Hugging Face or MLX directory (config.json and safetensors)"
@@ -56,14 +56,14 @@ def load_weights(where: str | Path, tokenizer_path: str | Path | None = None) ->
 
 
 def _choose_step(run: Path, step: int | None) -> int:
-    steps = saved_steps(run)
-    if not steps:
+    latest = latest_step(run)
+    if latest is None:
         raise UserError(
             f"{run} holds no finished checkpoint yet; train longer, or take another run."
         )
-    if step is not None and step not in steps:
+    if step is not None and step not in (steps := saved_steps(run)):
         raise UserError(f"{run} holds no step {step}; it has {', '.join(map(str, steps))}.")
-    return steps[-1] if step is None else step
+    return latest if step is None else step
 
 
 def _split_step(where: str) -> tuple[Path, int | None]:
