@@ -19,7 +19,8 @@ def main(argv: list[str]) -> None:
     arguments = _parse(argv)
     out = Path(arguments.out)
 
-    from openelm_jax.weights.huggingface import differing_readers, write_huggingface
+    from openelm_jax.weights.huggingface import write_huggingface
+    from openelm_jax.weights.huggingface_config import differing_readers
     from openelm_jax.weights.load import load_weights
     from openelm_jax.weights.new_directory import require_new
 

@@ -12,11 +12,16 @@ import signal
 import sys
 import time
 from contextlib import closing
+from itertools import chain
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from openelm_jax.command_line import parse, run
-from openelm_jax.config import Experiment
+from openelm_jax.config import Experiment, ModelConfig
 from openelm_jax.errors import UserError
+
+if TYPE_CHECKING:
+    from openelm_jax.weights.load import Weights
 
 PURPOSE = (
     "Pre-train an experiment. The same command again goes on where the run stopped,\n"
@@ -34,7 +39,7 @@ def main(argv: list[str]) -> None:
     if flags.tokenizer is not None:
         chosen = dataclasses.replace(experiment.tokenizer, path=flags.tokenizer)
         experiment = dataclasses.replace(experiment, tokenizer=chosen)
-    _require_data_and_tokenizer(experiment)
+    _require_data_and_tokenizer(experiment, tokenizer_comes_with=flags.weights)
     directory = Path(flags.run or f"runs/{experiment.name}")
     began = time.perf_counter()
 
@@ -47,22 +52,25 @@ def main(argv: list[str]) -> None:
     from openelm_jax.parallel.devices import peak_flops
     from openelm_jax.training.checkpoint import Checkpointer
     from openelm_jax.training.compilation import compile_step, keep_compiled_code
-    from openelm_jax.training.feed import feed, to_batch
-    from openelm_jax.training.loop import Hook, Logged, train_loop
+    from openelm_jax.training.feed import feed
+    from openelm_jax.training.loop import Logged, train_loop
     from openelm_jax.training.metrics import MetricWriter, is_validated, progress
     from openelm_jax.training.optimizer import learning_rate, make_optimizer
-    from openelm_jax.training.run_directory import claim_run, open_tokenizer
-    from openelm_jax.training.state import TrainState, new_state
+    from openelm_jax.training.run_directory import check_run, open_tokenizer, record_run
+    from openelm_jax.training.state import TrainState, new_state, optimizer_item, state_of
     from openelm_jax.training.step import make_train_step, make_validation_step
     from openelm_jax.training.validation import validate
+    from openelm_jax.weights.orbax import saved_steps
 
     keep_compiled_code()
     config, training = experiment.model, experiment.training
     row_length = config.context_length + 1
 
     # --- Tokens: tokenizer, mixture, held-out text.
-    claim_run(directory, experiment)
-    tokenizer, origin = open_tokenizer(directory, experiment)
+    check_run(directory, experiment)
+    begun = bool(saved_steps(directory))
+    start_from = None if begun or not flags.weights else _starting_weights(flags.weights, config)
+    tokenizer, origin = open_tokenizer(directory, experiment, start_from)
     _say(f"tokenizer: {tokenizer.vocab_size:,} pieces, {origin}")
     data = open_data(
         experiment.data,
@@ -82,90 +90,69 @@ def main(argv: list[str]) -> None:
     optimizer = make_optimizer(experiment.optimizer)
     checkpointer = Checkpointer(directory, experiment.checkpoint)
     like = jax.eval_shape(lambda: new_state(init_params(config, training.seed), optimizer))
-    restored = checkpointer.restore(like.params, _optimizer_item(like))
+    restored = checkpointer.restore(like.params, optimizer_item(like))
     if restored is not None:
         start = restored.step
         data.set_state(Position.from_json(restored.data))
-        state = TrainState(params=restored.params, **restored.optimizer)
+        state = state_of(restored.params, restored.optimizer)
         unused = f"; --from {flags.weights} is for a new run and not used" if flags.weights else ""
         _say(f"resumed at step {start:,} of {directory}{unused}")
     else:
         start = 0
-        given = None if flags.weights is None else _starting_weights(flags.weights, experiment)
+        given = None if start_from is None else jax.device_put(start_from.params)
         state = new_state(given or init_params(config, training.seed), optimizer)
+    record_run(directory, experiment)
     if start == training.steps and (held_out is None or is_validated(directory, start)):
         _say(f"{directory} is complete: {start:,} of {training.steps:,} steps")
         return
     # Placed alike whether new or restored: another placement would be compiled anew.
     state = jax.device_put(state, jax.devices()[0])
 
-    # --- Compile, and say what will run.
-    train_step = jax.jit(
-        make_train_step(decoder, optimizer, training, experiment.optimizer.clip_norm),
-        donate_argnums=0,
-    )
-    batch = to_batch(jnp.zeros((training.global_batch_size, row_length), jnp.int32))
-    # Accelerators take float32 to mean less unless they are told.
-    with jax.default_matmul_precision("highest" if training.dtype == "float32" else "default"):
-        compiled = compile_step(train_step, state, batch, jnp.float32(0))
-        validation_step = compile_step(
-            jax.jit(make_validation_step(decoder, training)), state.params, batch
-        ).function
     tokens_per_step = training.global_batch_size * config.context_length
+    flops_per_trained_token = 3 * flops_per_token(config)  # forward, and twice that backward
     device = jax.devices()[0].device_kind
-    _say(
-        f"1 of {jax.device_count()} {device} device(s), "
-        f"{parameter_count(config):,} parameters, {tokens_per_step:,} tokens a step, "
-        f"{training.dtype}, attention: XLA, "
-        f"compiled in {compiled.seconds:.1f} s (cache {compiled.cache})"
-    )
+    peak = peak_flops(device)
+    looked_at: set[int] = set()
 
     # --- What happens beside the steps.
-    writer = MetricWriter(directory, start)
-    for note in writer.notes:
-        _say(note)
-
-    flops_per_trained_token = 3 * flops_per_token(config)  # forward, and twice that backward
-    peak = peak_flops(device)
-
     def log(logged: Logged) -> None:
         tokens_per_second = logged.tokens / logged.seconds
-        writer.write(
-            logged.step,
-            {
-                "train/loss": float(logged.metrics.loss),
-                "train/z_loss": float(logged.metrics.z_loss),
-                "train/grad_norm": float(logged.metrics.grad_norm),
-                "train/learning_rate": logged.learning_rate,
-                "train/tokens": logged.step * tokens_per_step,
-                "speed/tokens_per_second": tokens_per_second,
-                **(
-                    {"speed/mfu": flops_per_trained_token * tokens_per_second / peak}
-                    if peak
-                    else {}
-                ),
-                "time/elapsed": time.perf_counter() - began,
-                **{
-                    f"data/{source}/{name}": value
-                    for source, counts in data.counters(logged.position).items()
-                    for name, value in counts.items()
-                },
-            },
-        )
-        bar.update(logged.step, float(logged.metrics.loss), tokens_per_second)
+        figures = {
+            "train/loss": float(logged.metrics.loss),
+            "train/z_loss": float(logged.metrics.z_loss),
+            "train/grad_norm": float(logged.metrics.grad_norm),
+            "train/learning_rate": logged.learning_rate,
+            "train/tokens": logged.step * tokens_per_step,
+            "speed/tokens_per_second": tokens_per_second,
+            "time/elapsed": time.perf_counter() - began,
+        }
+        if peak is not None:
+            figures["speed/mfu"] = flops_per_trained_token * tokens_per_second / peak
+        for source, counts in data.counters(logged.position).items():
+            figures |= {f"data/{source}/{name}": value for name, value in counts.items()}
+        writer.write(logged.step, figures)
+        bar.update(logged.step, figures["train/loss"], tokens_per_second)
 
     def save(step: int, state: TrainState, position: Position) -> None:
         checkpointer.save(
-            step, params=state.params, optimizer=_optimizer_item(state), data=position.to_json()
+            step, params=state.params, optimizer=optimizer_item(state), data=position.to_json()
         )
 
-    looked_at: set[int] = set()
-
     def look(step: int, params: dict) -> None:
-        """Validate and show a sample."""
+        """Validate and show a sample, unless told to stop before."""
         if held_out is not None:
-            loss = validate(validation_step, params, held_out, training.global_batch_size)
-            writer.write(step, {f"validation/{name}": v for name, v in _validation(loss).items()})
+            loss = validate(
+                validation_step, params, held_out, training.global_batch_size, signals.arrived
+            )
+            if loss is None:
+                return
+            writer.write(
+                step,
+                {
+                    "validation/loss": loss.nats_per_token,
+                    "validation/bits_per_byte": loss.bits_per_byte,
+                },
+            )
             _say(
                 f"step {step:,}: {loss.nats_per_token:.4f} nats a token, "
                 f"{loss.bits_per_byte:.4f} bits a byte on the held-out text"
@@ -174,34 +161,55 @@ def main(argv: list[str]) -> None:
             _say(f"step {step:,}: {prompt}{text}")
         looked_at.add(step)
 
-    # --- The steps.
-    hooks: tuple[Hook, ...] = ((training.validate_every, look),)
-    signals = _Signals()
     with (
-        closing(writer),
         closing(checkpointer),  # waits for a save in progress, also after a mistake
         closing(data),
         feed(data, experiment.data.prefetch) as batches,
-        progress(training.steps, start) as bar,
     ):
-        state, done = train_loop(
-            state,
-            train_step=compiled.function,
-            batches=batches,
-            learning_rate=lambda step: learning_rate(experiment.optimizer, training.steps, step),
-            start=start,
-            steps=training.steps,
-            log=log,
-            log_every=training.log_every,
-            save=save,
-            save_every=experiment.checkpoint.every,
-            hooks=hooks,
-            should_stop=signals.arrived,
+        # --- Compile, and say what will run. Unfit data shows before the long wait, not after.
+        first = next(batches)
+        train_step = make_train_step(decoder, optimizer, training, experiment.optimizer.clip_norm)
+        # Accelerators take float32 to mean less unless they are told.
+        with jax.default_matmul_precision("highest" if training.dtype == "float32" else "default"):
+            compiled = compile_step(
+                jax.jit(train_step, donate_argnums=0), state, first[0], jnp.float32(0)
+            )
+            validation_step = compile_step(
+                jax.jit(make_validation_step(decoder, training)), state.params, first[0]
+            ).function
+        _say(
+            f"1 of {jax.device_count()} {device} device(s), "
+            f"{parameter_count(config):,} parameters, {tokens_per_step:,} tokens a step, "
+            f"{training.dtype}, attention: XLA, "
+            f"compiled in {compiled.seconds:.1f} s (cache {compiled.cache})"
         )
-        if done == training.steps and done not in looked_at:
-            look(done, state.params)
+
+        # --- The steps.
+        signals = _Signals()
+        with (
+            closing(MetricWriter(directory, start)) as writer,
+            progress(training.steps, start) as bar,
+        ):
+            for note in writer.notes:
+                _say(note)
+            state, done = train_loop(
+                state,
+                train_step=compiled.function,
+                batches=chain([first], batches),
+                learning_rate=lambda t: learning_rate(experiment.optimizer, training.steps, t),
+                start=start,
+                steps=training.steps,
+                log=log,
+                log_every=training.log_every,
+                save=save,
+                save_every=experiment.checkpoint.every,
+                hooks=((training.validate_every, look),),
+                should_stop=signals.arrived,
+            )
+            if done == training.steps and done not in looked_at:
+                look(done, state.params)
     _say(f"{directory}: step {done:,} saved, {time.perf_counter() - began:.0f} s in all")
-    if done < training.steps:
+    if signals.arrived() and not (done == training.steps and done in looked_at):
         sys.exit(128 + signals.number)
 
 
@@ -213,48 +221,42 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokenizer", metavar="FILE", help="SentencePiece model")
 
 
-def _require_data_and_tokenizer(experiment: Experiment) -> None:
+def _require_data_and_tokenizer(experiment: Experiment, tokenizer_comes_with: str | None) -> None:
     missing = []
     patterns = [pattern for source in experiment.data.sources for pattern in source.files]
     if experiment.data.root is None and not all(
         pattern.startswith("package:") or os.path.isabs(pattern) for pattern in patterns
     ):
         missing.append("the folder of its text with --data.root DIR")
-    if experiment.tokenizer.path is None and experiment.tokenizer.vocab_size is None:
+    tokenizer = experiment.tokenizer
+    if not (tokenizer.path or tokenizer.vocab_size or tokenizer_comes_with):
         missing.append("a SentencePiece model with --tokenizer FILE")
     if missing:
         raise UserError(f"--exp {experiment.name} has no data yet: give {' and '.join(missing)}.")
 
 
-def _optimizer_item(state):
-    """The `optimizer` item of a checkpoint: all of the state but the parameters."""
-    return {"step": state.step, "moments": state.moments}
-
-
-def _starting_weights(where: str, experiment: Experiment):
-    """Return the parameters in `where`, widened to the experiment's vocabulary."""
-    import jax
-
-    from openelm_jax.config import differing_fields
-    from openelm_jax.weights.huggingface import resize_vocabulary
+def _starting_weights(where: str, wanted: ModelConfig) -> Weights:
+    """Return the weights in `where`, with rows added to the vocabulary of the model `wanted`."""
+    from openelm_jax.model.scaling import differing_widths
     from openelm_jax.weights.load import load_weights
+    from openelm_jax.weights.vocabulary import resize_vocabulary
 
     weights = load_weights(where)
-    wanted = experiment.model
-    found = dataclasses.replace(
-        weights.config, vocab_size=wanted.vocab_size, context_length=wanted.context_length
-    )
-    if found != wanted:
-        differences = differing_fields(dataclasses.replace(experiment, model=found), experiment)
+    differences = differing_widths(weights.config, wanted)
+    if differences:
         raise UserError(
             f"--from {where} is another model (field: there, here): {'; '.join(differences)}."
         )
-    _, params = resize_vocabulary(weights.config, weights.params, wanted.vocab_size)
-    return jax.device_put(params)
-
-
-def _validation(loss) -> dict[str, float]:
-    return {"loss": loss.nats_per_token, "bits_per_byte": loss.bits_per_byte}
+    rows = weights.config.vocab_size
+    if rows > wanted.vocab_size:
+        raise UserError(
+            f"--from {where} has {rows:,} rows of vocabulary and model.vocab_size is "
+            f"{wanted.vocab_size:,}: rows are added, never cut; raise model.vocab_size to {rows}."
+        )
+    if rows < wanted.vocab_size:
+        _say(f"{where}: {wanted.vocab_size - rows:,} rows added to its vocabulary of {rows:,}")
+    config, params = resize_vocabulary(weights.config, weights.params, wanted.vocab_size)
+    return dataclasses.replace(weights, config=config, params=params)
 
 
 def _samples(experiment: Experiment, params, tokenizer):

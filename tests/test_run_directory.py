@@ -3,13 +3,14 @@
 import dataclasses
 
 import pytest
-from corpora import documents
+from corpora import documents, write_shards
 from small_runs import small_experiment, write_corpus
 
-from openelm_jax.config import TokenizerConfig, from_json
+from openelm_jax.config import SourceConfig, TokenizerConfig, from_json
 from openelm_jax.errors import UserError
 from openelm_jax.tokenizer import load_tokenizer, train_tokenizer
-from openelm_jax.training.run_directory import claim_run, open_tokenizer
+from openelm_jax.training.run_directory import check_run, open_tokenizer, record_run
+from openelm_jax.weights.load import Weights
 
 
 @pytest.fixture
@@ -23,13 +24,23 @@ def with_changes(experiment, group, **changes):
     return dataclasses.replace(experiment, **{group: part})
 
 
+def claim(run, experiment):
+    check_run(run, experiment)
+    record_run(run, experiment)
+
+
+def claim_run(run, experiment):
+    check_run(run, experiment)
+    record_run(run, experiment)
+
+
 def begin(run):
     """Pretend the first checkpoint."""
     (run / "checkpoints" / "000006").mkdir(parents=True)
 
 
 def test_the_resolved_experiment_is_in_the_directory(experiment, tmp_path):
-    claim_run(tmp_path / "runs" / "new", experiment)
+    claim(tmp_path / "runs" / "new", experiment)
 
     assert from_json((tmp_path / "runs" / "new" / "experiment.json").read_text()) == experiment
 
@@ -45,23 +56,23 @@ def test_the_resolved_experiment_is_in_the_directory(experiment, tmp_path):
     ],
 )
 def test_what_changes_a_result_is_refused_by_name(experiment, tmp_path, group, changes, named):
-    claim_run(tmp_path, experiment)
+    claim(tmp_path, experiment)
     begin(tmp_path)
 
     with pytest.raises(UserError, match="was made by another experiment") as refusal:
-        claim_run(tmp_path, with_changes(experiment, group, **changes))
+        claim(tmp_path, with_changes(experiment, group, **changes))
 
     assert named in str(refusal.value)
     assert from_json((tmp_path / "experiment.json").read_text()) == experiment
 
 
 def test_all_differences_are_named_at_once(experiment, tmp_path):
-    claim_run(tmp_path, experiment)
+    claim(tmp_path, experiment)
     begin(tmp_path)
     other = with_changes(experiment, "training", steps=17, seed=1)
 
     with pytest.raises(UserError, match=r"training\.seed: 0, 1; training\.steps: 16, 17\."):
-        claim_run(tmp_path, other)
+        claim(tmp_path, other)
 
 
 @pytest.mark.parametrize(
@@ -69,31 +80,31 @@ def test_all_differences_are_named_at_once(experiment, tmp_path):
     [
         ("training", {"log_every": 1, "validate_every": 3, "sample_prompts": ("a",)}),
         ("checkpoint", {"every": 1, "keep_every": 2}),
-        ("data", {"prefetch": 0, "root": "/elsewhere"}),
+        ("data", {"prefetch": 0, "root": "/elsewhere", "max_bad_fraction": 0.5}),
     ],
 )
 def test_what_changes_no_result_may_change(experiment, tmp_path, group, changes):
-    claim_run(tmp_path, experiment)
+    claim(tmp_path, experiment)
     begin(tmp_path)
     changed = with_changes(experiment, group, **changes)
 
-    claim_run(tmp_path, changed)
+    claim(tmp_path, changed)
 
     assert from_json((tmp_path / "experiment.json").read_text()) == changed
 
 
 def test_before_the_first_checkpoint_a_mistake_can_be_mended(experiment, tmp_path):
-    claim_run(tmp_path, experiment)
+    claim(tmp_path, experiment)
     mended = with_changes(experiment, "training", steps=17)
 
-    claim_run(tmp_path, mended)
+    claim(tmp_path, mended)
 
     assert from_json((tmp_path / "experiment.json").read_text()) == mended
 
 
 def test_a_given_tokenizer_is_copied_and_stays_that_of_the_run(experiment, tmp_path):
     run, given = tmp_path / "run", experiment.tokenizer.path
-    claim_run(run, experiment)
+    claim(run, experiment)
     tokenizer, origin = open_tokenizer(run, experiment)
     assert origin == given
     assert (run / "tokenizer.model").read_bytes() == tokenizer.model_bytes
@@ -110,7 +121,7 @@ def test_a_given_tokenizer_is_copied_and_stays_that_of_the_run(experiment, tmp_p
 def test_without_one_it_is_trained_on_the_training_text_and_not_a_second_time(experiment, tmp_path):
     run = tmp_path / "run"
     training = dataclasses.replace(experiment, tokenizer=TokenizerConfig(vocab_size=330))
-    claim_run(run, training)
+    claim(run, training)
 
     tokenizer, origin = open_tokenizer(run, training)
     begin(run)
@@ -126,7 +137,47 @@ def test_a_tokenizer_trained_for_a_mistake_is_not_kept(experiment, tmp_path):
     first = dataclasses.replace(experiment, tokenizer=TokenizerConfig(vocab_size=330))
     mended = dataclasses.replace(experiment, tokenizer=TokenizerConfig(vocab_size=335))
     for attempt in (first, mended):
-        claim_run(tmp_path, attempt)
+        claim(tmp_path, attempt)
         open_tokenizer(tmp_path, attempt)
 
     assert load_tokenizer(tmp_path / "tokenizer.model").vocab_size == 335
+
+
+def test_a_tokenizer_trained_on_the_wrong_text_is_not_kept(experiment, tmp_path):
+    write_shards(tmp_path / "wrong" / "train", documents(30, seed=77), "jsonl", 1)
+    run = tmp_path / "run"
+    mended = dataclasses.replace(experiment, tokenizer=TokenizerConfig(vocab_size=330))
+    source = SourceConfig(name="text", files=("train/*.jsonl",))
+    mistaken = with_changes(mended, "data", root=str(tmp_path / "wrong"), sources=(source,))
+    check_run(run, mistaken)
+
+    wrong, _ = open_tokenizer(run, mistaken)
+    right, origin = open_tokenizer(run, mended)
+
+    assert origin == "trained on the training text"
+    assert right.sha256 != wrong.sha256
+
+
+def weights_with(tokenizer):
+    return Weights(config=None, params={}, tokenizer=tokenizer, source="W")
+
+
+def test_a_run_from_weights_keeps_what_their_tokens_mean(experiment, tmp_path):
+    with_pieces = dataclasses.replace(experiment, tokenizer=TokenizerConfig(vocab_size=330))
+    theirs = load_tokenizer(experiment.tokenizer.path)
+    check_run(tmp_path / "run", with_pieces)
+
+    tokenizer, origin = open_tokenizer(tmp_path / "run", with_pieces, weights_with(theirs))
+
+    assert tokenizer.sha256 == theirs.sha256
+    assert origin == "that of W"
+
+
+def test_weights_and_tokenizer_that_do_not_belong_together_are_refused(experiment, tmp_path):
+    other = train_tokenizer(documents(100, seed=9), 360, tmp_path / "other.model")
+    with pytest.raises(UserError, match="--tokenizer differs from the tokenizer of --from W"):
+        open_tokenizer(tmp_path, experiment, weights_with(other))
+
+    untold = dataclasses.replace(experiment, tokenizer=TokenizerConfig(vocab_size=330))
+    with pytest.raises(UserError, match="--from W comes without a tokenizer"):
+        open_tokenizer(tmp_path, untold, weights_with(None))

@@ -190,6 +190,33 @@ def test_told_to_stop_it_saves_the_step_in_progress_and_stops():
     assert run.logged[-1].step == 3
 
 
+@pytest.mark.parametrize("save_every", [2, 100])
+def test_told_to_stop_where_a_hook_is_due_it_saves_and_stops_without_it(save_every):
+    run, calls = Run(), []
+
+    _, done = run.train(
+        save_every=save_every,
+        hooks=((2, lambda step, params: calls.append(step)),),
+        should_stop=lambda: ("step", 4) in run.events,
+    )
+
+    assert done == 4
+    assert calls == [2]
+    assert run.saved[-1] == (4, "after 4")
+
+
+def test_told_to_stop_while_a_hook_runs_it_saves_that_step_and_stops():
+    run = Run()
+
+    _, done = run.train(
+        hooks=((2, lambda step, params: run.note("hook", step)),),
+        should_stop=lambda: ("hook", 4) in run.events,
+    )
+
+    assert done == 4
+    assert run.saved == [(4, "after 4")]
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("save_every", [1, 2, 3, 100])
 def test_a_loss_that_is_not_finite_stops_the_run_by_name_and_is_not_saved(bad, save_every):

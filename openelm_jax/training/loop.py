@@ -99,15 +99,19 @@ def train_loop(
             seconds=0.0,
             tokens=batch.counted_BT.size,
         )
-        stopping = should_stop() or done == steps
+        stopping = should_stop()
         due = [function for every, function in hooks if every and done % every == 0]
-        if stopping or due or done % save_every == 0:
+        saving = stopping or done == steps or done % save_every == 0
+        if saving or due:
             finish(pending)
             pause = time.perf_counter()
-            if stopping or done % save_every == 0:
+            if saving:
                 save(done, state, position)
-            for function in due:
+            for function in due if not stopping else []:
                 function(done, state.params)
+            if not saving and should_stop():  # told so while a hook ran
+                stopping = True
+                save(done, state, position)
             clock += time.perf_counter() - pause
             pending = None
         if stopping:

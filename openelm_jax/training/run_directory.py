@@ -9,14 +9,15 @@ from openelm_jax.config import Experiment, differing_fields, from_json, to_json
 from openelm_jax.data.pipeline import training_texts
 from openelm_jax.errors import UserError
 from openelm_jax.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from openelm_jax.weights.load import Weights
 from openelm_jax.weights.orbax import saved_steps
 
 EXPERIMENT = "experiment.json"
 TOKENIZER = "tokenizer.model"
 
 
-def claim_run(run: Path, experiment: Experiment) -> None:
-    """Write the experiment into a new run directory, or check it against an older one's.
+def check_run(run: Path, experiment: Experiment) -> None:
+    """Make the run directory, or check that an older one belongs to this experiment.
 
     Until the first checkpoint everything may change, so that a mistake can be mended; then what
     changes no result may (logging, checkpoints, prefetch, where the data lies). Raises UserError
@@ -24,50 +25,80 @@ def claim_run(run: Path, experiment: Experiment) -> None:
     """
     path = run / EXPERIMENT
     try:
-        if path.is_file():
-            before = from_json(path.read_text(encoding="utf-8"))
-            differences = differing_fields(_what_counts(before), _what_counts(experiment))
-            if differences and saved_steps(run):
-                raise UserError(
-                    f"{run} was made by another experiment (field: there, now): "
-                    f"{'; '.join(differences)}. Choose another --run, or undo the difference."
-                )
-            if differences and experiment.tokenizer.path is None:
-                (run / TOKENIZER).unlink(missing_ok=True)  # trained for what was tried before
         run.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(".tmp")
+        if not (path.is_file() and saved_steps(run)):
+            return
+        before = from_json(path.read_text(encoding="utf-8"), str(path))
+    except OSError as error:
+        raise _cannot_write(run, error) from error
+    differences = differing_fields(_what_counts(before), _what_counts(experiment))
+    if differences:
+        raise UserError(
+            f"{run} was made by another experiment (field: there, now): "
+            f"{'; '.join(differences)}. Choose another --run, or undo the difference."
+        )
+
+
+def record_run(run: Path, experiment: Experiment) -> None:
+    """Write the experiment into the run directory, when nothing of it is left to be refused."""
+    path = run / EXPERIMENT
+    temporary = path.with_suffix(".tmp")
+    try:
         temporary.write_text(to_json(experiment), encoding="utf-8")
         temporary.replace(path)
     except OSError as error:
         raise _cannot_write(run, error) from error
 
 
-def open_tokenizer(run: Path, experiment: Experiment) -> tuple[Tokenizer, str]:
-    """Return the run's tokenizer and where it comes from; the first time, copy or train it.
+def open_tokenizer(
+    run: Path, experiment: Experiment, start: Weights | None = None
+) -> tuple[Tokenizer, str]:
+    """Return the run's tokenizer and where it comes from.
 
-    Trained on the experiment's own training text if there is no `tokenizer.path`. Raises
-    UserError when the given file is not the one that the run began with.
+    Kept in the run from its first checkpoint on. Before that it is the one of `tokenizer.path`,
+    or the one that came with the weights to start from, or trained on the training text. Raises
+    UserError where two that should be the same differ.
     """
-    config, kept = experiment.tokenizer, run / TOKENIZER
+    path, kept = experiment.tokenizer.path, run / TOKENIZER
     model_vocab_size = experiment.model.vocab_size
     try:
-        if config.path is not None:
-            tokenizer = load_tokenizer(config.path, model_vocab_size)
-            if not (kept.is_file() and saved_steps(run)):
-                kept.write_bytes(tokenizer.model_bytes)
-            elif kept.read_bytes() != tokenizer.model_bytes:
+        given = None if path is None else load_tokenizer(path, model_vocab_size)
+        if saved_steps(run):
+            tokenizer = load_tokenizer(kept, model_vocab_size)
+            if given is not None and given.sha256 != tokenizer.sha256:
                 raise UserError(
-                    f"{kept} differs from --tokenizer {config.path}: the run began with another "
+                    f"{kept} differs from --tokenizer {path}: the run began with another "
                     "tokenizer; leave the flag out, or choose another --run."
                 )
-            return tokenizer, config.path
-        if kept.is_file():
-            return load_tokenizer(kept, model_vocab_size), str(kept)
-        assert config.vocab_size is not None, "checked with the arguments"
-        train_tokenizer(training_texts(experiment.data), config.vocab_size, kept)
+            return tokenizer, str(kept)
+        if start is not None:
+            _check_same_tokens(start, given)
+        if given is not None:
+            kept.write_bytes(given.model_bytes)
+            return given, str(path)
+        if start is not None and start.tokenizer is not None:
+            kept.write_bytes(start.tokenizer.model_bytes)
+            return load_tokenizer(kept, model_vocab_size), f"that of {start.source}"
+        pieces = experiment.tokenizer.vocab_size
+        assert pieces is not None, "checked with the arguments"
+        train_tokenizer(training_texts(experiment.data), pieces, kept)
         return load_tokenizer(kept, model_vocab_size), "trained on the training text"
     except OSError as error:
         raise _cannot_write(run, error) from error
+
+
+def _check_same_tokens(start: Weights, given: Tokenizer | None) -> None:
+    """Refuse to give the rows of an embedding another meaning."""
+    if start.tokenizer is None and given is None:
+        raise UserError(
+            f"--from {start.source} comes without a tokenizer: give the one that it was trained "
+            "with by --tokenizer FILE."
+        )
+    if start.tokenizer is not None and given is not None and start.tokenizer.sha256 != given.sha256:
+        raise UserError(
+            f"--tokenizer differs from the tokenizer of --from {start.source}, whose embedding "
+            "would get another meaning; leave the flag out."
+        )
 
 
 def _what_counts(experiment: Experiment) -> Experiment:
@@ -75,7 +106,7 @@ def _what_counts(experiment: Experiment) -> Experiment:
     return dataclasses.replace(
         experiment,
         tokenizer=dataclasses.replace(experiment.tokenizer, path=None),
-        data=dataclasses.replace(experiment.data, root=None, prefetch=0),
+        data=dataclasses.replace(experiment.data, root=None, prefetch=0, max_bad_fraction=0.0),
         training=dataclasses.replace(
             experiment.training, log_every=1, validate_every=0, sample_prompts=()
         ),

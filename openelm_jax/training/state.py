@@ -23,3 +23,13 @@ def new_state(params: Params, optimizer: optax.GradientTransformation) -> TrainS
     """Return the state before the first update."""
     moments = jax.jit(optimizer.init)(params)
     return TrainState(step=jnp.zeros((), jnp.int32), params=params, moments=moments)
+
+
+def optimizer_item(state: TrainState) -> dict[str, Any]:
+    """Return what a checkpoint keeps beside the parameters, as its `optimizer` item."""
+    return {"step": state.step, "moments": state.moments}
+
+
+def state_of(params: Params, optimizer: dict[str, Any]) -> TrainState:
+    """Return the state whose parameters and `optimizer_item` these are."""
+    return TrainState(params=params, **optimizer)

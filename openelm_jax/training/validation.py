@@ -30,10 +30,16 @@ def validate(
     params: Params,
     held_out: ValidationSet,
     batch_size: int,
-) -> ValidationLoss:
-    """Return the loss of all held-out tokens; the last batch is filled with rows not counted."""
+    should_stop: Callable[[], bool] = lambda: False,
+) -> ValidationLoss | None:
+    """Return the loss of all held-out tokens, or None if told to stop before the last batch.
+
+    The last batch is filled with rows that are not counted.
+    """
     sums = []
     for start in range(0, len(held_out.rows_NL), batch_size):
+        if should_stop():
+            return None
         rows_BL = held_out.rows_NL[start : start + batch_size]
         counted_BT = held_out.loss_mask_NT[start : start + batch_size]
         missing = ((0, batch_size - len(rows_BL)), (0, 0))

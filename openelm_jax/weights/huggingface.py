@@ -1,4 +1,4 @@
-"""Apple's Hugging Face layout, which mlx-lm shares: config.json and safetensors.
+"""Apple's Hugging Face layout, which mlx-lm shares: directories of config.json and safetensors.
 
 bfloat16 goes through ml_dtypes, bit for bit, without torch.
 """
@@ -6,10 +6,10 @@ bfloat16 goes through ml_dtypes, bit for bit, without torch.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -18,18 +18,18 @@ import safetensors.numpy
 
 from openelm_jax.config import ModelConfig
 from openelm_jax.errors import UserError
-from openelm_jax.model.scaling import expand_multipliers, layer_shapes
 from openelm_jax.tokenizer import Tokenizer
+from openelm_jax.weights.huggingface_config import (
+    ExportDType,
+    config_from_fields,
+    fields_of_config,
+)
 from openelm_jax.weights.names import Params, from_reference, to_reference
 from openelm_jax.weights.new_directory import new_directory
 from openelm_jax.weights.vocabulary import resize_vocabulary
 
-ExportDType = Literal["float32", "bfloat16", "float16"]
-
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 NUMPY_DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
-ACTIVATIONS = {"swish": "swish", "silu": "swish", "gelu": "gelu"}
-NORMALIZATIONS = {"rms_norm": "rms_norm", "layer_norm": "layer_norm"}
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -94,154 +94,6 @@ def write_huggingface(
         _write_tensors(partial, to_reference(config, params), dtype, max_shard_bytes)
         if tokenizer is not None:
             (partial / "tokenizer.model").write_bytes(tokenizer.model_bytes)
-
-
-def config_from_fields(fields: Mapping[str, Any], where: str) -> ModelConfig:
-    """Return the model that a config.json describes; `where` begins the errors' sentences.
-
-    A missing field has the default on which Apple's code and mlx-lm agree, and where they do not
-    it is asked for. The list of ffn multipliers becomes the pair it came from, if it did.
-    """
-    if fields.get("model_type", "openelm") != "openelm":
-        raise UserError(f"{where}: model_type is {fields['model_type']!r}; known is openelm.")
-    for name in ("quantization", "quantization_config"):
-        if fields.get(name):
-            raise UserError(f"{where}: {name} is set; give the weights before quantisation.")
-    if (eps := fields.get("rms_norm_eps", 1e-6)) != 1e-6:
-        raise UserError(f"{where}: rms_norm_eps is {eps}; known is 1e-06.")
-
-    def required(name: str) -> Any:
-        if name not in fields:
-            raise UserError(f"{where}: the field {name} is missing; add it.")
-        return fields[name]
-
-    def flag(name: str, value: Any) -> bool:
-        if not isinstance(value, bool):
-            raise UserError(f"{where}: {name} is {value!r}; known are true, false.")
-        return value
-
-    def number(name: str, default: float) -> float:
-        value = fields.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise UserError(f"{where}: {name} is {value!r}; it must be a number.")
-        return float(value)
-
-    def choice(name: str, default: str, known: Mapping[str, str]) -> Any:
-        value = fields.get(name, default)
-        if value not in known:
-            raise UserError(f"{where}: {name} is {value!r}; known are {', '.join(known)}.")
-        return known[value]
-
-    num_layers = required("num_transformer_layers")
-    try:
-        config = ModelConfig(
-            num_layers=num_layers,
-            model_dim=required("model_dim"),
-            head_dim=required("head_dim"),
-            vocab_size=required("vocab_size"),
-            num_gqa_groups=required("num_gqa_groups"),
-            qkv_multipliers=_collapse(required("qkv_multipliers"), num_layers),
-            ffn_multipliers=_collapse(required("ffn_multipliers"), num_layers),
-            ffn_dim_divisor=required("ffn_dim_divisor"),
-            ffn_with_glu=flag("ffn_with_glu", fields.get("ffn_with_glu", True)),
-            activation=choice("activation_fn_name", "swish", ACTIVATIONS),
-            normalization=choice("normalization_layer_name", "rms_norm", NORMALIZATIONS),
-            normalize_qk_projections=flag(
-                "normalize_qk_projections", required("normalize_qk_projections")
-            ),
-            tie_embeddings=flag("share_input_output_layers", required("share_input_output_layers")),
-            rope_base=number("rope_freq_constant", 10000),
-            context_length=fields.get("max_context_length", 2048),
-        )
-    except UserError as mistake:
-        if str(mistake).startswith(where):
-            raise
-        raise UserError(f"{where}: {mistake}") from None
-    _check_heads(config, fields, where)
-    return config
-
-
-def fields_of_config(config: ModelConfig, dtype: ExportDType) -> dict[str, Any]:
-    """Return config.json's fields: Apple's, plus all that its readers compute differently.
-
-    Apple's code computes the heads from the multipliers, mlx-lm reads the lists; without
-    `auto_map` no tool asks whether it may run foreign code.
-    """
-    shapes = layer_shapes(config)
-    base = config.rope_base
-    assert dtype in get_args(ExportDType)
-    return {
-        "activation_fn_name": config.activation,
-        "architectures": ["OpenELMForCausalLM"],
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "ffn_dim_divisor": config.ffn_dim_divisor,
-        "ffn_multipliers": list(expand_multipliers(config.ffn_multipliers, config.num_layers)),
-        "ffn_with_glu": config.ffn_with_glu,
-        "head_dim": config.head_dim,
-        "initializer_range": 0.02,
-        "max_context_length": config.context_length,
-        "model_dim": config.model_dim,
-        "model_type": "openelm",
-        "normalization_layer_name": config.normalization,
-        "normalize_qk_projections": config.normalize_qk_projections,
-        "num_gqa_groups": config.num_gqa_groups,
-        "num_kv_heads": [shape.num_kv_heads for shape in shapes],
-        "num_query_heads": [shape.num_query_heads for shape in shapes],
-        "num_transformer_layers": config.num_layers,
-        "qkv_multipliers": config.qkv_multipliers,
-        "rope_freq_constant": int(base) if base == int(base) else base,
-        "rope_max_length": 2 * config.context_length,
-        "share_input_output_layers": config.tie_embeddings,
-        "torch_dtype": dtype,
-        "transformers_version": "4.39.3",
-        "use_cache": True,
-        "vocab_size": config.vocab_size,
-    }
-
-
-def differing_readers(config: ModelConfig) -> list[str]:
-    """Return a sentence for each thing in `config` that a published reader does not know."""
-    faults = []
-    if config.normalization != "rms_norm":
-        faults.append("Apple's Hugging Face code and mlx-lm compute rms_norm, not layer_norm.")
-    if config.activation != "swish":
-        faults.append(f"mlx-lm computes swish, not {config.activation}.")
-    if not config.ffn_with_glu:
-        faults.append("mlx-lm loads no feed-forward without a gate.")
-    return faults
-
-
-def _collapse(value: Any, num_layers: Any) -> Any:
-    """Return the number or pair that expands to this list of every layer, if there is one."""
-    if not isinstance(value, list):
-        return value
-    if len(value) != num_layers or not all(isinstance(v, int | float) for v in value):
-        return tuple(value)
-    for short in (value[0], (value[0], value[-1])):
-        if expand_multipliers(short, len(value)) == tuple(value):
-            return short
-    return tuple(value)
-
-
-def _check_heads(config: ModelConfig, fields: Mapping[str, Any], where: str) -> None:
-    """The reference recomputes the heads and mlx-lm does not: they must be the same."""
-    shapes = layer_shapes(config)
-    for name in ("num_query_heads", "num_kv_heads"):
-        stored = fields.get(name)
-        if stored is None:
-            continue
-        if not isinstance(stored, list) or len(stored) != config.num_layers:
-            raise UserError(
-                f"{where}: {name} is {stored}; it must have one number for each of the "
-                f"{config.num_layers} layers."
-            )
-        for i, (theirs, shape) in enumerate(zip(stored, shapes, strict=True)):
-            if theirs != (ours := getattr(shape, name)):
-                raise UserError(
-                    f"{where}: {name} says {theirs} for layer {i}, but qkv_multipliers and "
-                    f"num_gqa_groups make it {ours}; correct one of them."
-                )
 
 
 @contextmanager
