@@ -16,14 +16,8 @@ from openelm_jax import export
 from openelm_jax.config import ModelConfig
 from openelm_jax.errors import UserError
 from openelm_jax.model.decoder import init_params
-from openelm_jax.model.scaling import layer_shapes
 from openelm_jax.tokenizer import train_tokenizer
-from openelm_jax.weights.huggingface import (
-    config_from_fields,
-    fields_of_config,
-    read_huggingface,
-    write_huggingface,
-)
+from openelm_jax.weights.huggingface import read_huggingface, write_huggingface
 from openelm_jax.weights.names import named_weights
 
 FIXTURE = Path(__file__).parent / "data" / "tiny-openelm"
@@ -191,43 +185,6 @@ def test_a_round_trip_of_a_round_trip_keeps_every_bit(tmp_path, config, dtype):
         assert first == second
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"qkv_multipliers": 0.5, "ffn_multipliers": 4.0},
-        {"ffn_multipliers": (0.5, 1.25, 3.0)},
-        {"num_layers": 2, "ffn_multipliers": (0.5, 4.0)},
-        {"num_layers": 16},
-        {"rope_base": 500000.0, "context_length": 4096},
-        {"num_gqa_groups": 1},
-    ],
-    ids=str,
-)
-def test_a_configuration_comes_back_from_config_json(changes):
-    config = tiny(**changes)
-
-    fields = json.loads(json.dumps(fields_of_config(config, "float32")))
-
-    assert config_from_fields(fields, "config.json") == config
-    assert len(fields["ffn_multipliers"]) == config.num_layers
-
-
-@pytest.mark.parametrize("ffn_multipliers", [2.0, [0.5, 4.0], [0.5, 2.0, 1.0]])
-def test_a_number_a_pair_or_one_a_layer_are_accepted(ffn_multipliers):
-    fields = fields_of_config(tiny(), "float32") | {"ffn_multipliers": ffn_multipliers}
-
-    widths = [s.ffn_dim for s in layer_shapes(config_from_fields(fields, "config.json"))]
-
-    expected = {2.0: [128, 128, 128], (0.5, 4.0): [32, 144, 256], (0.5, 2.0, 1.0): [32, 128, 64]}
-    key = ffn_multipliers if isinstance(ffn_multipliers, float) else tuple(ffn_multipliers)
-    assert widths == expected[key]
-
-
-def test_silu_is_swish():
-    fields = fields_of_config(tiny(), "float32") | {"activation_fn_name": "silu"}
-    assert config_from_fields(fields, "config.json") == tiny()
-
-
 def test_files_above_a_size_are_split_and_read_together(tmp_path):
     config = tiny()
     params = random_params(config)
@@ -306,6 +263,11 @@ def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path):
         ),
         ({"quantization": {"bits": 4}}, "quantization is set"),
         ({"rms_norm_eps": 1e-5}, "rms_norm_eps is 1e-05; known is 1e-06"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling: this model has no such setting"),
+        ({"zeta": 1, "attention_bias": False}, "attention_bias, zeta: this model has no such"),
+        ({"num_hidden_layers": 3}, "num_hidden_layers is 3, but num_transformer_layers is 4"),
+        ({"tie_word_embeddings": False}, "tie_word_embeddings is False, .*_layers is True"),
+        ({"pruned_heads": {"1": [0]}}, "pruned_heads is .* known is {}"),
         ({"rope_freq_constant": "big"}, "rope_freq_constant is 'big'; it must be a number"),
         ({"ffn_with_glu": "yes"}, "ffn_with_glu is 'yes'; known are true, false"),
         ({"ffn_multipliers": [1, 2, 3]}, "ffn_multipliers has 3 values"),
@@ -319,14 +281,6 @@ def test_a_configuration_that_is_not_this_model_is_refused(damaged, fields, mess
     with pytest.raises(UserError, match=message) as refusal:
         read_huggingface(damaged(fields=fields))
     assert "config.json" in str(refusal.value)
-
-
-@pytest.mark.parametrize("name", ["num_gqa_groups", "share_input_output_layers", "vocab_size"])
-def test_a_field_without_a_default_is_asked_for(name):
-    fields = fields_of_config(tiny(), "float32")
-    del fields[name]
-    with pytest.raises(UserError, match=f"config.json: the field {name} is missing"):
-        config_from_fields(fields, "config.json")
 
 
 def test_a_missing_and_an_unexpected_tensor_are_named(damaged):

@@ -14,14 +14,13 @@ ExportDType = Literal["float32", "bfloat16", "float16"]
 ACTIVATIONS = {"swish": "swish", "silu": "swish", "gelu": "gelu"}
 NORMALIZATIONS = {"rms_norm": "rms_norm", "layer_norm": "layer_norm"}
 
-READ = set(
-    """
-    activation_fn_name ffn_dim_divisor ffn_multipliers ffn_with_glu head_dim max_context_length
-    model_dim model_type normalization_layer_name normalize_qk_projections num_gqa_groups
-    num_kv_heads num_query_heads num_transformer_layers qkv_multipliers quantization
-    quantization_config rope_freq_constant share_input_output_layers vocab_size
-    """.split()
-)
+READ = {
+    "activation_fn_name", "ffn_dim_divisor", "ffn_multipliers", "ffn_with_glu", "head_dim",
+    "max_context_length", "model_dim", "model_type", "normalization_layer_name",
+    "normalize_qk_projections", "num_gqa_groups", "num_kv_heads", "num_query_heads",
+    "num_transformer_layers", "qkv_multipliers", "quantization", "quantization_config",
+    "rope_freq_constant", "share_input_output_layers", "vocab_size",
+}  # fmt: skip
 """Fields that say which model it is."""
 
 FIXED = {
@@ -38,22 +37,22 @@ REPEATED = {
 }
 """Fields that transformers may add, and those of this layout that say the same."""
 
-INERT = set(
-    """
-    _attn_implementation _attn_implementation_autoset _commit_hash _name_or_path architectures
-    attn_implementation auto_map begin_suppress_tokens bad_words_ids bos_token_id
-    chunk_size_feed_forward cross_attention_hidden_size decoder_start_token_id diversity_penalty
-    do_sample dtype early_stopping encoder_no_repeat_ngram_size eos_token_id
-    exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id
-    id2label initializer_range is_decoder label2id length_penalty max_length max_new_tokens
-    min_length min_new_tokens name_or_path no_repeat_ngram_size num_beam_groups num_beams
-    num_return_sequences output_attentions output_hidden_states output_scores pad_token_id prefix
-    problem_type remove_invalid_values repetition_penalty return_dict return_dict_in_generate
-    rope_max_length sep_token_id suppress_tokens task_specific_params temperature
-    tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p torch_dtype torchscript
-    transformers_version typical_p use_bfloat16 use_cache
-    """.split()
-)
+INERT = {
+    "_attn_implementation", "_attn_implementation_autoset", "_commit_hash", "_name_or_path",
+    "architectures", "attn_implementation", "auto_map", "bad_words_ids", "begin_suppress_tokens",
+    "bos_token_id", "chunk_size_feed_forward", "cross_attention_hidden_size",
+    "decoder_start_token_id", "diversity_penalty", "do_sample", "dtype", "early_stopping",
+    "encoder_no_repeat_ngram_size", "eos_token_id", "exponential_decay_length_penalty",
+    "finetuning_task", "forced_bos_token_id", "forced_eos_token_id", "id2label",
+    "initializer_range", "is_decoder", "label2id", "length_penalty", "max_length",
+    "max_new_tokens", "min_length", "min_new_tokens", "name_or_path", "no_repeat_ngram_size",
+    "num_beam_groups", "num_beams", "num_return_sequences", "output_attentions",
+    "output_hidden_states", "output_scores", "pad_token_id", "prefix", "problem_type",
+    "remove_invalid_values", "repetition_penalty", "return_dict", "return_dict_in_generate",
+    "rope_max_length", "sep_token_id", "suppress_tokens", "task_specific_params", "temperature",
+    "tf_legacy_loss", "tie_encoder_decoder", "tokenizer_class", "top_k", "top_p", "torch_dtype",
+    "torchscript", "transformers_version", "typical_p", "use_bfloat16", "use_cache",
+}  # fmt: skip
 """Fields of transformers and mlx-lm that change no logit: generation, training, bookkeeping."""
 
 
@@ -200,8 +199,9 @@ def _refuse_unknown(fields: Mapping[str, Any], where: str) -> None:
 
 def _shortest(value: float | tuple[float, ...], num_layers: int) -> float | tuple[float, ...]:
     """Return multipliers as they were given, or shorter if one for each layer was."""
-    long = isinstance(value, tuple) and len(value) == num_layers != 2
-    return _collapse(list(value), num_layers) if long else value
+    if isinstance(value, tuple) and len(value) == num_layers != 2:
+        return _collapse(list(value), num_layers)
+    return value
 
 
 def _collapse(value: Any, num_layers: Any) -> Any:

@@ -70,3 +70,12 @@ def test_a_directory_that_mlx_lm_saved_reads_back_bit_for_bit(tmp_path):
     assert config_read == config
     _, expected = read_huggingface(tmp_path / "export")
     jax.tree.map(np.testing.assert_array_equal, params_read, expected)
+
+
+def test_the_config_json_that_mlx_lm_writes_is_accepted(tmp_path):
+    write_huggingface(tmp_path / "export", tiny(), random_params(tiny()))
+    _, fields = mlx_utils.load_model(tmp_path / "export")
+
+    mlx_utils.save_config(dict(fields), tmp_path / "export" / "config.json")
+
+    assert read_huggingface(tmp_path / "export")[0] == tiny()
