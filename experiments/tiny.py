@@ -38,7 +38,7 @@ def experiment() -> Experiment:
         ),
         optimizer=OptimizerConfig(peak_lr=8e-3, min_lr=8e-5, warmup_steps=100),
         training=TrainingConfig(
-            steps=1200,
+            steps=1400,
             global_batch_size=8,
             dtype="float32",
             validate_every=0,
