@@ -51,7 +51,7 @@ def test_without_overrides_the_experiment_is_the_file_s() -> None:
     [
         ("--exp tiny --optimizer.peak-lr 1e-3", ["optimizer.peak_lr: 0.008, 0.001"]),
         ("--optimizer.peak_lr=1e-3 --exp tiny", ["optimizer.peak_lr: 0.008, 0.001"]),
-        ("--training.steps 200 --exp tiny --run x", ["training.steps: 1200, 200"]),
+        ("--training.accumulation 2 --exp tiny --run x", ["training.accumulation: 1, 2"]),
         ("--exp=tiny --model.no-tie-embeddings", ["model.tie_embeddings: True, False"]),
         ("--exp tiny --data.lanes None", ["data.lanes: 4, None"]),
         (
