@@ -28,7 +28,7 @@ def check_run(run: Path, experiment: Experiment) -> None:
         run.mkdir(parents=True, exist_ok=True)
         if not (path.is_file() and saved_steps(run)):
             return
-        before = from_json(path.read_text(encoding="utf-8"), str(path))
+        before = from_json(path.read_bytes(), str(path))
     except OSError as error:
         raise _cannot_write(run, error) from error
     differences = differing_fields(_what_counts(before), _what_counts(experiment))
