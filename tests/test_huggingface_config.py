@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
+from small_models import tiny
 
-from openelm_jax.config import ModelConfig
 from openelm_jax.errors import UserError
 from openelm_jax.model.scaling import layer_shapes
 from openelm_jax.weights.huggingface_config import (
@@ -15,19 +15,6 @@ from openelm_jax.weights.huggingface_config import (
 )
 
 FIXTURE = Path(__file__).parent / "data" / "tiny-openelm"
-
-
-def tiny(**changes) -> ModelConfig:
-    fields = {
-        "num_layers": 3,
-        "model_dim": 64,
-        "head_dim": 16,
-        "vocab_size": 40,
-        "num_gqa_groups": 2,
-        "ffn_dim_divisor": 16,
-        "context_length": 64,
-    }
-    return ModelConfig(**(fields | changes))
 
 
 @pytest.mark.parametrize(

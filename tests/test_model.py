@@ -4,38 +4,21 @@ Legend: B batch, T time, D model, H head dim, F ffn, V vocab.
 """
 
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import small_models
+from small_models import random_params
 
-from openelm_jax.config import ModelConfig
 from openelm_jax.model.decoder import Decoder, Norm, init_params
 from openelm_jax.model.scaling import layer_shapes
 
 TOKENS_T = np.random.default_rng(1).integers(0, 96, 20)
 
-
-def tiny(**changes) -> ModelConfig:
-    fields = {
-        "num_layers": 2,
-        "model_dim": 64,
-        "head_dim": 16,
-        "vocab_size": 96,
-        "num_gqa_groups": 2,
-        "ffn_dim_divisor": 16,
-        "context_length": 64,
-    }
-    return ModelConfig(**(fields | changes))
-
-
-def random_params(config: ModelConfig):
-    rng = np.random.default_rng(0)
-    shapes = jax.eval_shape(lambda: init_params(config, 0))
-    return jax.tree.map(
-        lambda leaf: rng.normal(leaf.ndim == 1, 0.2, leaf.shape).astype(np.float32), shapes
-    )
+tiny = partial(small_models.tiny, num_layers=2, vocab_size=96)
 
 
 # The same model once more, one token, one head and one key at a time.

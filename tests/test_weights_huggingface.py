@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import safetensors
 import safetensors.numpy
+from small_models import random_params, tiny
 
 from openelm_jax import export
-from openelm_jax.config import ModelConfig
 from openelm_jax.errors import UserError
 from openelm_jax.model.decoder import init_params
 from openelm_jax.tokenizer import train_tokenizer
@@ -21,27 +21,6 @@ from openelm_jax.weights.huggingface import read_huggingface, write_huggingface
 from openelm_jax.weights.names import named_weights
 
 FIXTURE = Path(__file__).parent / "data" / "tiny-openelm"
-
-
-def tiny(**changes) -> ModelConfig:
-    fields = {
-        "num_layers": 3,
-        "model_dim": 64,
-        "head_dim": 16,
-        "vocab_size": 40,
-        "num_gqa_groups": 2,
-        "ffn_dim_divisor": 16,
-        "context_length": 64,
-    }
-    return ModelConfig(**(fields | changes))
-
-
-def random_params(config: ModelConfig):
-    rng = np.random.default_rng(0)
-    shapes = jax.eval_shape(lambda: init_params(config, 0))
-    return jax.tree.map(
-        lambda leaf: rng.normal(leaf.ndim == 1, 0.2, leaf.shape).astype(np.float32), shapes
-    )
 
 
 def assert_same_params(a, b):

@@ -1,12 +1,14 @@
 """mlx-lm's own OpenELM, unchanged, loads what we export and computes the same; and the reverse."""
 
+from functools import partial
+
 import jax
 import numpy as np
 import pytest
+import small_models
+from small_models import random_params
 
-from openelm_jax.config import ModelConfig
 from openelm_jax.generation.language_model import LanguageModel
-from openelm_jax.model.decoder import init_params
 from openelm_jax.weights.huggingface import read_huggingface, write_huggingface
 
 mx = pytest.importorskip("mlx.core")
@@ -14,26 +16,7 @@ mlx_utils = pytest.importorskip("mlx_lm.utils")
 
 TOKENS_BT = np.random.default_rng(1).integers(0, 150, (2, 24))
 
-
-def tiny(**changes) -> ModelConfig:
-    fields = {
-        "num_layers": 3,
-        "model_dim": 64,
-        "head_dim": 16,
-        "vocab_size": 160,
-        "num_gqa_groups": 2,
-        "ffn_dim_divisor": 16,
-        "context_length": 64,
-    }
-    return ModelConfig(**(fields | changes))
-
-
-def random_params(config: ModelConfig):
-    rng = np.random.default_rng(0)
-    shapes = jax.eval_shape(lambda: init_params(config, 0))
-    return jax.tree.map(
-        lambda leaf: rng.normal(leaf.ndim == 1, 0.125, leaf.shape).astype(np.float32), shapes
-    )
+tiny = partial(small_models.tiny, vocab_size=160)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +29,7 @@ def random_params(config: ModelConfig):
     ids=["tied", "untied", "no QK-norm, rope 500000, no groups"],
 )
 def test_mlx_lm_computes_our_logits_from_our_export(tmp_path, config):
-    params = random_params(config)
+    params = random_params(config, std=0.125)
     write_huggingface(tmp_path / "export", config, params, tokenizer_vocab_size=150)
 
     model, _ = mlx_utils.load_model(tmp_path / "export")
@@ -60,7 +43,9 @@ def test_mlx_lm_computes_our_logits_from_our_export(tmp_path, config):
 
 def test_a_directory_that_mlx_lm_saved_reads_back_bit_for_bit(tmp_path):
     config = tiny()
-    write_huggingface(tmp_path / "export", config, random_params(config), dtype="bfloat16")
+    write_huggingface(
+        tmp_path / "export", config, random_params(config, std=0.125), dtype="bfloat16"
+    )
     model, fields = mlx_utils.load_model(tmp_path / "export")
     mlx_utils.save_model(tmp_path / "mlx", model)
     mlx_utils.save_config(fields, tmp_path / "mlx" / "config.json")
@@ -73,7 +58,7 @@ def test_a_directory_that_mlx_lm_saved_reads_back_bit_for_bit(tmp_path):
 
 
 def test_the_config_json_that_mlx_lm_writes_is_accepted(tmp_path):
-    write_huggingface(tmp_path / "export", tiny(), random_params(tiny()))
+    write_huggingface(tmp_path / "export", tiny(), random_params(tiny(), std=0.125))
     _, fields = mlx_utils.load_model(tmp_path / "export")
 
     mlx_utils.save_config(dict(fields), tmp_path / "export" / "config.json")
