@@ -29,11 +29,6 @@ def claim(run, experiment):
     record_run(run, experiment)
 
 
-def claim_run(run, experiment):
-    check_run(run, experiment)
-    record_run(run, experiment)
-
-
 def begin(run):
     """Pretend the first checkpoint."""
     (run / "checkpoints" / "000006").mkdir(parents=True)
