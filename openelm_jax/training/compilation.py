@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+CACHE_HIT = "/jax/compilation_cache/cache_hits"
+
 
 class Compiled(NamedTuple):
     """A compiled function, the seconds it took, and whether the disk had it: hit or miss."""
@@ -31,13 +33,16 @@ def keep_compiled_code() -> None:
 
 def compile_step(function: Any, *arguments: Any) -> Compiled:
     """Compile a jitted `function` for arguments like these."""
-    before = _cached_names()
+    hits: list[str] = []
+
+    def listen(event: str, **_: Any) -> None:
+        if event == CACHE_HIT:
+            hits.append(event)
+
+    jax.monitoring.register_event_listener(listen)
     begin = time.perf_counter()
-    compiled = function.lower(*arguments).compile()
-    seconds = time.perf_counter() - begin
-    return Compiled(compiled, seconds, "miss" if _cached_names() - before else "hit")
-
-
-def _cached_names() -> set[str]:
-    folder = jax.config.values["jax_compilation_cache_dir"]
-    return set(os.listdir(folder)) if folder and os.path.isdir(folder) else set()
+    try:
+        compiled = function.lower(*arguments).compile()
+    finally:
+        jax.monitoring.unregister_event_listener(listen)
+    return Compiled(compiled, time.perf_counter() - begin, "hit" if hits else "miss")

@@ -20,7 +20,8 @@ def check_run(run: Path, experiment: Experiment) -> None:
     """Make the run directory, or check that an older one belongs to this experiment.
 
     Until the first checkpoint everything may change, so that a mistake can be mended; then what
-    changes no result may (logging, checkpoints, prefetch, where the data lies). Raises UserError
+    changes no result may (logging, checkpoints, prefetch, where the data lies, how much of it may
+    be bad). Raises UserError
     naming every other field that differs.
     """
     path = run / EXPERIMENT
