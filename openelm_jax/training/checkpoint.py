@@ -7,6 +7,7 @@ were; a step that has gone bad since is set aside and the one before it used.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shutil
@@ -60,7 +61,10 @@ class Checkpointer:
     """
 
     def __init__(self, run_directory: str | Path, config: CheckpointConfig) -> None:
-        absl.logging.set_verbosity(absl.logging.FATAL)  # Orbax logs tracebacks of what it raises
+        # Orbax logs tracebacks of what it raises, and leaves the other writes of a failed save to
+        # asyncio, which logs theirs.
+        absl.logging.set_verbosity(absl.logging.FATAL)
+        logging.getLogger("asyncio").setLevel(logging.CRITICAL)
         _hide_late_writes()
         self.run_directory = Path(run_directory).absolute()
         self.directory = self.run_directory / CHECKPOINTS
