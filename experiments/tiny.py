@@ -1,4 +1,4 @@
-"""A one-million-parameter OpenELM on U.S. State of the Union addresses, in three minutes on a CPU.
+"""A one-million-parameter OpenELM on U.S. State of the Union addresses, in minutes on a CPU.
 
 Every part of the main job, small: documents, filters, a tokenizer trained on them, packing,
 training, validation on twelve addresses never trained on, checkpoints and a sample. Expect
