@@ -156,6 +156,8 @@ class Checkpointer:
         """Wait for the save in progress and let go of the directory."""
         self.wait()
         self._manager.close()
+        if self.directory.is_dir():
+            self._clear_leftovers()  # writes of a failed save may have ended after it had failed
 
     def _newest_whole_step(self) -> int | None:
         """Return the newest step that is whole, the damaged ones above it set aside."""
