@@ -194,7 +194,7 @@ class _ClosedBetweenReads(io.RawIOBase):
 
 def _open_lines(shard: Shard) -> BinaryIO:
     file = io.BufferedReader(_ClosedBetweenReads(shard.path), buffer_size=1 << 18)
-    return gzip.GzipFile(fileobj=file) if shard.format == "jsonl.gz" else file  # type: ignore
+    return gzip.GzipFile(fileobj=file) if shard.format == "jsonl.gz" else file  # type: ignore[return-value]
 
 
 def _unreadable(shard: Shard, error: Exception) -> UserError:
