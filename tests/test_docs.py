@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from openelm_jax.command_line import VERBS, parse
-from openelm_jax.config import Experiment, load_experiment
+from openelm_jax.config import Experiment
+from openelm_jax.experiment_file import load_experiment
 from openelm_jax.planning.layers import plan_experiment
 
 ROOT = Path(__file__).parent.parent

@@ -7,12 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from openelm_jax.config import (
-    ModelConfig,
-    OptimizerConfig,
-    TrainingConfig,
-    load_experiment,
-)
+from openelm_jax.config import ModelConfig, OptimizerConfig, TrainingConfig
+from openelm_jax.experiment_file import load_experiment
 from openelm_jax.model.decoder import Decoder, init_params
 from openelm_jax.training.optimizer import learning_rate, make_optimizer
 from openelm_jax.training.state import new_state

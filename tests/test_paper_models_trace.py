@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from openelm_jax.config import load_experiment
+from openelm_jax.experiment_file import load_experiment
 from openelm_jax.model.decoder import Decoder, init_params
 from openelm_jax.training.optimizer import make_optimizer
 from openelm_jax.training.state import new_state

@@ -6,8 +6,9 @@ import pytest
 from corpora import documents, write_shards
 from small_runs import small_experiment, write_corpus
 
-from openelm_jax.config import SourceConfig, TokenizerConfig, from_json
+from openelm_jax.config import SourceConfig, TokenizerConfig
 from openelm_jax.errors import UserError
+from openelm_jax.experiment_file import from_json
 from openelm_jax.tokenizer import load_tokenizer, train_tokenizer
 from openelm_jax.training.run_directory import check_run, open_tokenizer, record_run
 from openelm_jax.weights.load import Weights

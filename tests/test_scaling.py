@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import pytest
 
 from openelm_jax import plan
-from openelm_jax.config import ModelConfig, load_experiment
+from openelm_jax.config import ModelConfig
+from openelm_jax.experiment_file import load_experiment
 from openelm_jax.model.decoder import Decoder, init_params
 from openelm_jax.model.scaling import (
     differing_widths,

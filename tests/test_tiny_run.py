@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from openelm_jax.config import from_json, load_experiment
+from openelm_jax.experiment_file import from_json, load_experiment
 
 pytestmark = pytest.mark.heavy
 

@@ -20,7 +20,7 @@ from small_runs import (
     write_corpus,
 )
 
-from openelm_jax.config import load_experiment
+from openelm_jax.experiment_file import load_experiment
 from openelm_jax.weights.orbax import saved_steps
 
 STEPS = 60

@@ -11,9 +11,9 @@ from openelm_jax.config import (
     ModelConfig,
     OptimizerConfig,
     TrainingConfig,
-    to_json,
 )
 from openelm_jax.errors import UserError
+from openelm_jax.experiment_file import to_json
 from openelm_jax.tokenizer import train_tokenizer
 from openelm_jax.training.checkpoint import Checkpointer
 from openelm_jax.weights.load import load_weights

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from openelm_jax.config import Experiment, differing_fields, from_json, to_json
+from openelm_jax.config import Experiment
 from openelm_jax.data.pipeline import training_texts
 from openelm_jax.errors import UserError
+from openelm_jax.experiment_file import differing_fields, from_json, to_json
 from openelm_jax.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from openelm_jax.weights.load import Weights
 from openelm_jax.weights.orbax import saved_steps

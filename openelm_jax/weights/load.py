@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from openelm_jax.config import ModelConfig, from_json
+from openelm_jax.config import ModelConfig
 from openelm_jax.errors import UserError
+from openelm_jax.experiment_file import from_json
 from openelm_jax.tokenizer import Tokenizer, load_tokenizer
 from openelm_jax.weights.huggingface import read_huggingface
 from openelm_jax.weights.names import Params
