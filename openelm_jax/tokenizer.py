@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import sentencepiece
@@ -22,6 +23,10 @@ from openelm_jax.errors import UserError
 # SentencePiece drops longer training lines without a word, so they are cut at spaces before.
 MAX_LINE_CHARS = 1000
 MAX_TRAINING_CHARS = 500_000_000
+# Short chunks are encoded faster for each character, until the calls cost more than that saves.
+CHUNK_CHARS = 500
+PART_CHUNKS = 16
+_SPACES = " \u2581"  # and what a space is in a piece
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -36,14 +41,40 @@ class Tokenizer:
     eos_id: int
     sha256: str
     """Of `model_bytes`."""
+    splits_at_spaces: bool
+    """Whether the text between two spaces has the same tokens whatever stands around it."""
 
     @cached_property
     def _processor(self) -> sentencepiece.SentencePieceProcessor:
         return sentencepiece.SentencePieceProcessor(model_proto=self.model_bytes)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_processor"}
+
     def encode(self, text: str) -> np.ndarray:
         """Return the int32 ids of `text`, without <s> and </s>."""
-        return np.array(self._processor.encode(text), dtype=np.int32)
+        if len(text) < CHUNK_CHARS:
+            return self._processor.encode(text, out_type="numpy")
+        return np.concatenate(list(self.encode_in_parts(text)))
+
+    def encode_in_parts(self, text: str) -> Iterator[np.ndarray]:
+        """Yield the ids of `text` in order, int32, each part when it is asked for.
+
+        Parts are of some thousands of characters, or the whole where a tokenizer does not split
+        at spaces. Their concatenation is what SentencePiece makes of the whole text.
+        """
+        encode = self._processor.encode
+        if not self.splits_at_spaces:
+            yield encode(text, out_type="numpy")
+            return
+        chunks = []
+        for chunk in _chunks(text):
+            chunks.append(encode(chunk, out_type="numpy"))
+            if len(chunks) == PART_CHUNKS:
+                yield np.concatenate(chunks)
+                chunks = []
+        if chunks:
+            yield np.concatenate(chunks)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of `ids`; <s> and </s> add nothing to it."""
@@ -120,7 +151,32 @@ def _from_bytes(model_bytes: bytes) -> Tokenizer:
         bos_id=processor.bos_id(),
         eos_id=processor.eos_id(),
         sha256=hashlib.sha256(model_bytes).hexdigest(),
+        splits_at_spaces=_splits_at_spaces(processor),
     )
+
+
+def _chunks(text: str) -> Iterator[str]:
+    """Yield the text cut at spaces, which are left out: SentencePiece puts them back as the
+    prefix of the chunk after.
+
+    No cut at a space after a space, which may be one piece with it, nor at the end, since nothing
+    has no prefix.
+    """
+    start, last = 0, len(text) - 1
+    while (cut := text.find(" ", start + CHUNK_CHARS, last)) >= 0:
+        while cut >= 0 and text[cut - 1] in _SPACES:
+            cut = text.find(" ", cut + 1, last)
+        if cut < 0:
+            break
+        yield text[start:cut]
+        start = cut + 1
+    yield text[start:]
+
+
+def _splits_at_spaces(processor: sentencepiece.SentencePieceProcessor) -> bool:
+    """Whether no merge can cross a space that follows another character, and nothing else can
+    tell the end of a chunk from the middle of a text."""
+    return False
 
 
 def _check(tokenizer: Tokenizer, path: Path, model_vocab_size: int | None) -> None:
