@@ -1,5 +1,8 @@
 """Causal attention is the textbook formula, and its own gradient is the formula's.
 
+Where segments keep tokens apart the expected values are `jax.nn.dot_product_attention`'s, given
+the mask in so many words.
+
 Legend: B batch, T time, N query heads, K kv heads, H head dim.
 """
 
@@ -10,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from openelm_jax.model.attention import attend
+from openelm_jax.model.attention import attend, positions_in, segments_of
 
 CASES = [((4, 4), 7), ((4, 2), 7), ((4, 1), 7), ((4, 2), 1)]
 """((query heads, kv heads), tokens): groups of 1, 2 and 4; a single token."""
@@ -41,6 +44,13 @@ def draw(num_tokens, heads, dtype=jnp.float32, head_dim=6, scale=1.5):
 def value_and_gradients(function, query, key, value, cotangent):
     result, pull_back = jax.vjp(function, query, key, value)
     return result, *pull_back(cotangent)
+
+
+SEGMENTS_BT = jnp.array([[0, 0, 1, 1, 1, 2, 3], [1, 2, 2, 2, 2, 2, 2]])
+
+
+def attend_in_segments(query, key, value):
+    return attend(query, key, value, segments_BT=SEGMENTS_BT)
 
 
 @pytest.mark.parametrize(("heads", "num_tokens"), CASES)
@@ -101,9 +111,10 @@ def test_nothing_as_large_as_time_squared_waits_for_the_backward_pass():
         return [leaf.shape for leaf in jax.tree.leaves(pull_back)]
 
     assert any(shape.count(num_tokens) > 1 for shape in kept(textbook))  # the test can see them
-    shapes = kept(attend)
-    assert max(np.prod(shape) for shape in shapes) <= np.prod(arrays[0].shape)
-    assert sum(np.prod(shape) for shape in shapes) < 2 * 4 * num_tokens * num_tokens
+    apart = functools.partial(attend, segments_BT=jnp.zeros((2, num_tokens), jnp.int32))
+    for shapes in (kept(attend), kept(apart)):
+        assert max(np.prod(shape) for shape in shapes) <= np.prod(arrays[0].shape)
+        assert sum(np.prod(shape) for shape in shapes) < 2 * 4 * num_tokens * num_tokens
 
 
 def test_positions_choose_what_a_query_sees():
@@ -116,3 +127,33 @@ def test_positions_choose_what_a_query_sees():
     np.testing.assert_allclose(attend(query, key, value, positions_BT), whole, atol=2e-6)
     last = attend(query[:, 4:5], key, value, positions_BT[:, 4:5])
     np.testing.assert_allclose(last, whole[:, 4:5], atol=2e-6)
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)])
+def test_a_query_sees_the_tokens_of_its_own_segment_up_to_itself(heads):
+    arrays = draw(7, heads)
+    mask_BTT = np.zeros((2, 7, 7), bool)
+    for row, column, size in [(0, 0, 2), (0, 2, 3), (0, 5, 1), (0, 6, 1), (1, 0, 1), (1, 1, 6)]:
+        mask_BTT[row, column : column + size, column : column + size] = np.tri(size)
+
+    def masked(query, key, value):
+        return jax.nn.dot_product_attention(query, key, value, mask=mask_BTT[:, None])
+
+    ours = value_and_gradients(attend_in_segments, *arrays)
+
+    expected = value_and_gradients(masked, *arrays)
+    for actual, wanted in zip(ours, expected, strict=True):
+        np.testing.assert_allclose(actual, wanted, rtol=2e-5, atol=2e-6)
+
+
+def test_a_document_begins_at_its_bos_and_positions_count_from_there():
+    tokens_BT = jnp.array([[5, 6, 1, 7, 1, 1, 8], [1, 2, 3, 4, 5, 6, 7], [2, 3, 4, 5, 6, 7, 1]])
+
+    segments_BT = segments_of(tokens_BT, bos_id=1)
+
+    assert segments_BT.tolist() == [[0, 0, 1, 1, 2, 3, 3], [1] * 7, [0] * 6 + [1]]
+    assert positions_in(segments_BT).tolist() == [
+        [0, 1, 0, 1, 0, 0, 1],
+        [0, 1, 2, 3, 4, 5, 6],
+        [0, 1, 2, 3, 4, 5, 0],
+    ]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None], jax.Array]
+Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None], jax.Array]
 
 
 def attend(
@@ -20,38 +20,46 @@ def attend(
     key_BSKH: jax.Array,
     value_BSKH: jax.Array,
     positions_BT: jax.Array | None = None,
+    segments_BT: jax.Array | None = None,
 ) -> jax.Array:
     """Return softmax(q k^T / sqrt(H)) v [B, T, N, H]; query head j reads kv head j * K // N.
 
     Without `positions_BT` the queries and keys are the same T tokens, and the gradient keeps no
-    [T, T] matrix. With it, keys stand in slots 0..S-1 and a query at position p sees the slots up
-    to p. The softmax is float32.
+    [T, T] matrix; a query sees no token of another number in `segments_BT`, where that is given.
+    With positions, keys stand in slots 0..S-1 and a query at position p sees the slots up to p.
+    The softmax is float32.
     """
     if positions_BT is None:
-        return _causal(query_BTNH, key_BSKH, value_BSKH)
+        return _causal(query_BTNH, key_BSKH, value_BSKH, segments_BT)
+    assert segments_BT is None, "slots have no segments"
     visible_BTS = jnp.arange(key_BSKH.shape[1]) <= positions_BT[:, :, None]
     return jax.nn.dot_product_attention(query_BTNH, key_BSKH, value_BSKH, mask=visible_BTS[:, None])
 
 
 @jax.custom_vjp
-def _causal(query_BTNH: jax.Array, key_BTKH: jax.Array, value_BTKH: jax.Array) -> jax.Array:
-    return _causal_forward(query_BTNH, key_BTKH, value_BTKH)[0]
+def _causal(
+    query_BTNH: jax.Array,
+    key_BTKH: jax.Array,
+    value_BTKH: jax.Array,
+    segments_BT: jax.Array | None,
+) -> jax.Array:
+    return _causal_forward(query_BTNH, key_BTKH, value_BTKH, segments_BT)[0]
 
 
-def _causal_forward(query_BTNH, key_BTKH, value_BTKH):
+def _causal_forward(query_BTNH, key_BTKH, value_BTKH, segments_BT):
     num_tokens, num_kv_heads, head_dim = key_BTKH.shape[1:]
     query_BKRH = _fold(query_BTNH, num_kv_heads)
     key_BKTH, value_BKTH = key_BTKH.transpose(0, 2, 1, 3), value_BTKH.transpose(0, 2, 1, 3)
     scores_BKRT = _product("BKRH,BKTH->BKRT", query_BKRH, key_BKTH) * head_dim**-0.5
-    visible_RT = _visible(query_BKRH.shape[2], num_tokens)
-    scores_BKRT = jnp.where(visible_RT, scores_BKRT, -jnp.inf)
+    visible = _visible(query_BKRH.shape[2], num_tokens, segments_BT)
+    scores_BKRT = jnp.where(visible, scores_BKRT, -jnp.inf)
     highest_BKR1 = scores_BKRT.max(axis=-1, keepdims=True)
     weights_BKRT = jnp.exp(scores_BKRT - highest_BKR1)
     sum_BKR1 = weights_BKRT.sum(axis=-1, keepdims=True)
     mixed_BKRH = _product("BKRT,BKTH->BKRH", weights_BKRT.astype(value_BTKH.dtype), value_BKTH)
     mixed_BKRH = (mixed_BKRH / sum_BKR1).astype(query_BTNH.dtype)
     log_partition_BKR = (highest_BKR1 + jnp.log(sum_BKR1))[..., 0]
-    residuals = (query_BKRH, key_BKTH, value_BKTH, mixed_BKRH, log_partition_BKR)
+    residuals = (query_BKRH, key_BKTH, value_BKTH, segments_BT, mixed_BKRH, log_partition_BKR)
     return _unfold(mixed_BKRH, num_tokens), residuals
 
 
@@ -60,14 +68,14 @@ def _causal_backward(residuals, d_mixed_BTNH):
 
     (The recomputation is FlashAttention's, arXiv 2205.14135, without its tiles.)
     """
-    query_BKRH, key_BKTH, value_BKTH, mixed_BKRH, log_partition_BKR = residuals
+    query_BKRH, key_BKTH, value_BKTH, segments_BT, mixed_BKRH, log_partition_BKR = residuals
     num_kv_heads, num_tokens, head_dim = key_BKTH.shape[1:]
     scale = head_dim**-0.5
     d_mixed_BKRH = _fold(d_mixed_BTNH, num_kv_heads)
     scores_BKTR = _product("BKTH,BKRH->BKTR", key_BKTH, query_BKRH) * scale
-    visible_TR = _visible(query_BKRH.shape[2], num_tokens).T
+    visible = _visible(query_BKRH.shape[2], num_tokens, segments_BT).swapaxes(-2, -1)
     weights_BKTR = jnp.exp(scores_BKTR - log_partition_BKR[:, :, None])
-    weights_BKTR = jnp.where(visible_TR, weights_BKTR, 0.0)
+    weights_BKTR = jnp.where(visible, weights_BKTR, 0.0)
     d_weights_BKTR = _product("BKTH,BKRH->BKTR", value_BKTH, d_mixed_BKRH)
     delta_BKR = (d_mixed_BKRH.astype(jnp.float32) * mixed_BKRH.astype(jnp.float32)).sum(axis=-1)
     d_scores_BKTR = (weights_BKTR * (d_weights_BKTR - delta_BKR[:, :, None]) * scale).astype(
@@ -81,6 +89,7 @@ def _causal_backward(residuals, d_mixed_BTNH):
         _unfold(d_query_BKHR.transpose(0, 1, 3, 2), num_tokens),
         d_key_BKTH.transpose(0, 2, 1, 3),
         d_value_BKTH.transpose(0, 2, 1, 3),
+        None,
     )
 
 
@@ -106,9 +115,28 @@ def _unfold(x_BKRH: jax.Array, num_tokens: int) -> jax.Array:
     return x_BKGTH.transpose(0, 3, 1, 2, 4).reshape(batch, num_tokens, -1, head_dim)
 
 
-def _visible(num_queries: int, num_tokens: int) -> jax.Array:
-    """Return bool [R, T]: may folded query r see token t."""
-    return jnp.arange(num_tokens) <= (jnp.arange(num_queries) % num_tokens)[:, None]
+def _visible(num_queries: int, num_tokens: int, segments_BT: jax.Array | None) -> jax.Array:
+    """Return bool [R, T], with segments [B, 1, R, T]: may folded query r see token t."""
+    visible_RT = jnp.arange(num_tokens) <= (jnp.arange(num_queries) % num_tokens)[:, None]
+    if segments_BT is None:
+        return visible_RT
+    segments_BR = jnp.tile(segments_BT, (1, num_queries // num_tokens))
+    return visible_RT & (segments_BR[:, None, :, None] == segments_BT[:, None, None, :])
+
+
+def segments_of(tokens_BT: jax.Array, bos_id: int) -> jax.Array:
+    """Return the number of each token's document in its row, int32 [B, T]; `bos_id` begins one.
+
+    What stands before the first is the end of a document and has number 0.
+    """
+    return jnp.cumsum(tokens_BT == bos_id, axis=1, dtype=jnp.int32)
+
+
+def positions_in(segments_BT: jax.Array) -> jax.Array:
+    """Return int32 [B, T], the tokens of its own segment that stand before each token."""
+    index_T = jnp.arange(segments_BT.shape[1])
+    begins_BT = jnp.diff(segments_BT, axis=1, prepend=segments_BT[:, :1]) != 0
+    return index_T - jax.lax.cummax(jnp.where(begins_BT, index_T, 0), axis=1)
 
 
 class Turns(NamedTuple):

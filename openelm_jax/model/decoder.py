@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from openelm_jax.config import ModelConfig
-from openelm_jax.model.attention import Attend, Turns, attend, rotate, turns
+from openelm_jax.model.attention import Attend, Turns, attend, positions_in, rotate, turns
 from openelm_jax.model.cache import Cache, LayerCache, write_cache
 from openelm_jax.model.scaling import LayerShape, layer_shapes
 
@@ -69,6 +69,7 @@ class Attention(nn.Module):
         x_BTD: jax.Array,
         turns: Turns,
         positions_BT: jax.Array | None,
+        segments_BT: jax.Array | None,
         cache: LayerCache | None,
     ) -> tuple[jax.Array, LayerCache | None]:
         config, shape = self.config, self.shape
@@ -88,13 +89,13 @@ class Attention(nn.Module):
         query_BTNH, key_BTKH = rotate(query_BTNH, turns), rotate(key_BTKH, turns)
 
         if cache is None:
-            mixed_BTNH = self.attend(query_BTNH, key_BTKH, value_BTKH, None)
+            mixed_BTNH = self.attend(query_BTNH, key_BTKH, value_BTKH, None, segments_BT)
         else:
             assert positions_BT is not None, "a cache needs positions"
             cache = write_cache(cache, key_BTKH, value_BTKH, positions_BT)
             key_BSKH = cache.key_BSKH.astype(x_BTD.dtype)
             value_BSKH = cache.value_BSKH.astype(x_BTD.dtype)
-            mixed_BTNH = self.attend(query_BTNH, key_BSKH, value_BSKH, positions_BT)
+            mixed_BTNH = self.attend(query_BTNH, key_BSKH, value_BSKH, positions_BT, segments_BT)
         mixed_BTE = mixed_BTNH.reshape(*x_BTD.shape[:2], shape.query_dim)
         return mixed_BTE @ self.gather(out).astype(x_BTD.dtype), cache
 
@@ -136,12 +137,13 @@ class Block(nn.Module):
         x_BTD: jax.Array,
         turns: Turns,
         positions_BT: jax.Array | None,
+        segments_BT: jax.Array | None,
         cache: LayerCache | None,
     ) -> tuple[jax.Array, LayerCache | None]:
         config, shape = self.config, self.shape
         normal = Norm(config.normalization, name="attention_norm")(x_BTD)
         mixed, cache = Attention(config, shape, self.attend, self.gather, name="attention")(
-            normal, turns, positions_BT, cache
+            normal, turns, positions_BT, segments_BT, cache
         )
         x_BTD = x_BTD + mixed
         normal = Norm(config.normalization, name="ffn_norm")(x_BTD)
@@ -184,18 +186,25 @@ class Decoder(nn.Module):
         tokens_BT: jax.Array,
         positions_BT: jax.Array | None = None,
         cache: Cache | None = None,
+        segments_BT: jax.Array | None = None,
     ) -> tuple[jax.Array, Cache | None]:
         """Return the normed last layer [B, T, D] and the updated cache (None if none was given).
 
-        Positions default to 0..T-1; with a cache they must be given.
+        Positions default to 0..T-1; with a cache they must be given. `segments_BT` keeps the
+        runs of equal numbers in it apart: each is computed as if it stood alone, from position 0.
         """
         x_BTD = self.gather(self.embedding).astype(self.dtype)[tokens_BT]
-        rotate_at = jnp.arange(tokens_BT.shape[1])[None] if positions_BT is None else positions_BT
+        if positions_BT is not None:
+            rotate_at = positions_BT
+        elif segments_BT is not None:
+            rotate_at = positions_in(segments_BT)
+        else:
+            rotate_at = jnp.arange(tokens_BT.shape[1])[None]
         turned = turns(rotate_at, self.config.head_dim, self.config.rope_base)
         caches = [None] * len(self.layers) if cache is None else cache
         layer_caches: list[Any] = []
         for layer, layer_cache in zip(self.layers, caches, strict=True):
-            x_BTD, layer_cache = layer(x_BTD, turned, positions_BT, layer_cache)
+            x_BTD, layer_cache = layer(x_BTD, turned, positions_BT, segments_BT, layer_cache)
             layer_caches.append(layer_cache)
         return self.final_norm(x_BTD), None if cache is None else tuple(layer_caches)
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from openelm_jax.config import OptimizerConfig, TrainingConfig
+from openelm_jax.model.attention import segments_of
 from openelm_jax.model.decoder import Decoder, Params, head_of
 from openelm_jax.training.loss import LossSums, chunked_loss
 from openelm_jax.training.state import TrainState
@@ -42,16 +43,19 @@ def make_train_step(
     optimizer: optax.GradientTransformation,
     training: TrainingConfig,
     clip_norm: float = OptimizerConfig.clip_norm,
+    bos_id: int | None = None,
 ) -> TrainStep:
     """Return the update (state, batch, learning rate) -> (state, metrics), to be jitted.
 
     The loss is the mean over all counted tokens of the global batch, also when it is cut into
-    `training.accumulation` parts; gradients are clipped to a global norm of `clip_norm`.
+    `training.accumulation` parts; gradients are clipped to a global norm of `clip_norm`. With
+    `bos_id` the documents of a row, each begun by that token, are kept apart; leave the targets
+    that are `bos_id` uncounted then.
     """
 
     def mean_loss(params: Params, batch: Batch, num_counted: jax.Array):
         weights_BT = batch.counted_BT.astype(jnp.float32) / num_counted
-        return _loss(decoder, params, batch.tokens_BL, weights_BT, training)
+        return _loss(decoder, params, batch.tokens_BL, weights_BT, training, bos_id)
 
     def train_step(state: TrainState, batch: Batch, learning_rate: jax.Array):
         num_counted = jnp.maximum(batch.counted_BT.sum(dtype=jnp.float32), 1)
@@ -106,8 +110,13 @@ def _loss(
     tokens_BL: jax.Array,
     weights_BT: jax.Array,
     training: TrainingConfig,
+    bos_id: int | None = None,
 ) -> tuple[jax.Array, LossSums]:
-    hidden_BTD, _ = decoder.apply({"params": params}, tokens_BL[:, :-1], method="hidden")
+    tokens_BT = tokens_BL[:, :-1]
+    segments_BT = None if bos_id is None else segments_of(tokens_BT, bos_id)
+    hidden_BTD, _ = decoder.apply(
+        {"params": params}, tokens_BT, segments_BT=segments_BT, method="hidden"
+    )
     head_VD = decoder.gather(head_of(decoder.config, params))
     return chunked_loss(
         hidden_BTD.reshape(-1, hidden_BTD.shape[-1]),
