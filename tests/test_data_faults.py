@@ -65,9 +65,9 @@ def test_the_default_patterns_need_only_one_of_their_formats_and_absolute_ones_n
 
 
 def test_an_unknown_format_lists_the_known_ones(tmp_path):
-    write_lines(tmp_path / "web" / "a.txt", [b"text"])
+    write_lines(tmp_path / "web" / "a.csv", [b"text"])
     with pytest.raises(
-        UserError, match=r"a\.txt is of no known format.*\.jsonl, \.jsonl\.gz, \.pa"
+        UserError, match=r"a\.csv is of no known format.*\.jsonl, \.jsonl\.gz, .*\.parquet"
     ):
         open_one(config(tmp_path, source("web")))
 
