@@ -1,18 +1,71 @@
-"""Every format gives its records once, in order, and from any block on."""
+"""Every format gives its records once, in order, from any block on, and parted among many."""
+
+from __future__ import annotations
 
 import gzip
-import io
 import json
+import os
+import struct
 
+import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
-from corpora import documents, write
+import zstandard
+from array_record.python.array_record_module import ArrayRecordWriter
+from corpora import documents
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
+from openelm_jax.data import line_files, storage
 from openelm_jax.data.manifest import Shard
-from openelm_jax.data.readers import locate, open_reader, read_blocks
+from openelm_jax.data.readers import (
+    WHOLE,
+    Part,
+    count_records,
+    locate,
+    open_reader,
+    read_blocks,
+    splits_by_position,
+)
 from openelm_jax.data.text import parse_record
 from openelm_jax.errors import UserError
 
-ENDINGS = ("jsonl", "jsonl.gz", "parquet")
+FORMATS = ("jsonl", "jsonl.gz", "jsonl.zst", "parquet", "array_record")
+COMPRESSED = ("jsonl.gz", "jsonl.zst")
+
+
+def json_lines(texts):
+    return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+
+
+def write(path, texts, kind):
+    """Write a shard: .gz in two members, .zst in two frames, .parquet in row groups of five."""
+    half = len(texts) // 2
+    match kind:
+        case "jsonl":
+            path.write_bytes(json_lines(texts))
+        case "jsonl.gz":
+            path.write_bytes(
+                gzip.compress(json_lines(texts[:half])) + gzip.compress(json_lines(texts[half:]))
+            )
+        case "jsonl.zst":
+            path.write_bytes(
+                zstandard.compress(json_lines(texts[:half]))
+                + zstandard.compress(json_lines(texts[half:]))
+            )
+        case "parquet":
+            table = pyarrow.table({"id": list(range(len(texts))), "text": texts})
+            pyarrow.parquet.write_table(table, path, row_group_size=5)
+        case "array_record":
+            write_array_record(path, [json.dumps({"text": text}).encode() for text in texts])
+
+
+def write_array_record(path, records, options="group_size:1"):
+    writer = ArrayRecordWriter(str(path), options)
+    for record in records:
+        writer.write(record)
+    writer.close()
 
 
 def shard_of(path, kind=None):
@@ -20,74 +73,308 @@ def shard_of(path, kind=None):
     return Shard(name=path.name, path=str(path), size=path.stat().st_size, format=kind)
 
 
-def texts_of(shard, blocks):
-    return [parse_record(record, shard, "text")[0] for block in blocks for record in block.records]
+def make_shard(folder, kind, texts):
+    write(folder / f"a.{kind}", texts, kind)
+    return shard_of(folder / f"a.{kind}")
 
 
-@pytest.mark.parametrize("ending", ENDINGS)
-@pytest.mark.parametrize("block_bytes", [1, 700, 1 << 20])
-def test_every_record_is_read_once_in_order(tmp_path, ending, block_bytes):
-    texts = documents(23)
-    write(tmp_path / f"a.{ending}", texts)
-    shard = shard_of(tmp_path / f"a.{ending}")
-    assert texts_of(shard, read_blocks(shard, "text", block_bytes)) == texts
-
-
-@pytest.mark.parametrize("ending", ENDINGS)
-def test_reading_can_begin_at_any_block_in_any_order(tmp_path, ending):
-    write(tmp_path / f"a.{ending}", documents(23))
-    shard = shard_of(tmp_path / f"a.{ending}")
-    blocks, positions, position = [], [], 0
-    reader = open_reader(shard, "text", 700)
+def blocks_of(shard, block_bytes, part=WHOLE):
+    """Return ((position, number), block) for all blocks of a part."""
+    reader = open_reader(shard, "text", block_bytes, part)
+    found, position, number = [], 0, 0
     while position is not None:
-        positions.append(position)
-        blocks.append(reader.read_block(position))
-        position = blocks[-1].next_position
-    assert len(blocks) > 3
-    for position, block in reversed(list(zip(positions, blocks, strict=True))):
-        assert reader.read_block(position) == block
-        assert open_reader(shard, "text", 700).read_block(position) == block
+        found.append(((position, number), reader.read_block(position, number)))
+        position, number = found[-1][1].next_position, found[-1][1].next_number
+    return found
+
+
+def text_of(shard, record):
+    return record.decode() if shard.format in ("parquet", "txt") else json.loads(record)["text"]
+
+
+def texts_of(shard, block_bytes, part=WHOLE):
+    return [
+        text_of(shard, record)
+        for _, block in blocks_of(shard, block_bytes, part)
+        for record in block.records
+    ]
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """Return the list of (start, length) of all reads from files."""
+    made = []
+    real = storage.read
+
+    def spy(path, start, length):
+        made.append((start, length))
+        return real(path, start, length)
+
+    monkeypatch.setattr(storage, "read", spy)
+    return made
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("block_bytes", [1, 700, 1 << 20])
+def test_every_record_is_read_once_in_order(tmp_path, kind, block_bytes):
+    texts = documents(23)
+    shard = make_shard(tmp_path, kind, texts)
+    assert texts_of(shard, block_bytes) == texts
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_read_blocks_gives_the_whole_shard_with_the_records_numbered(tmp_path, kind):
+    texts = documents(23)
+    shard = make_shard(tmp_path, kind, texts)
+    blocks = list(read_blocks(shard, "text", 700))
+    assert [text_of(shard, record) for block in blocks for record in block.records] == texts
+    assert [number for block in blocks for number in block.numbers] == list(range(23))
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("part", [WHOLE, Part(1, 2), Part(4, 7)])
+def test_reading_can_begin_at_any_block_in_any_order(tmp_path, monkeypatch, kind, part):
+    monkeypatch.setattr(line_files, "RANGE_BYTES", 1000)
+    shard = make_shard(tmp_path, kind, documents(40))
+    found = blocks_of(shard, 300, part)
+    assert len(found) > 2
+    reader = open_reader(shard, "text", 300, part)
+    for where, block in reversed(found):
+        assert reader.read_block(*where) == block
+        assert open_reader(shard, "text", 300, part).read_block(*where) == block
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_block_holds_about_as_many_bytes_as_asked_for(tmp_path, kind):
+    shard = make_shard(tmp_path, kind, documents(40, words=(50, 60)))  # 300 bytes or so each
+    sizes = [sum(map(len, block.records)) for _, block in blocks_of(shard, 1000)]
+    assert max(sizes) < 2500
+    assert len(sizes) > 5
 
 
 def test_blank_lines_carriage_returns_and_a_missing_last_newline_make_no_records(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b'\n{"text": "one"}\r\n  \n\n{"text": "two"}\n{"text": "three"}')
-    shard = shard_of(path)
-    for block_bytes in (1, 5, 1000):
-        assert texts_of(shard, read_blocks(shard, "text", block_bytes)) == ["one", "two", "three"]
-    assert [locate(shard, n) for n in range(3)] == [f"{path}:{line}" for line in (2, 5, 6)]
+    data = b'\n{"text": "one"}\r\n  \n\n{"text": "two"}\n{"text": "three"}'
+    (tmp_path / "a.jsonl").write_bytes(data)
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(data))
+    (tmp_path / "a.jsonl.zst").write_bytes(zstandard.compress(data))
+    for path in tmp_path.iterdir():
+        shard = shard_of(path)
+        for block_bytes in (1, 5, 1000):
+            assert texts_of(shard, block_bytes) == ["one", "two", "three"]
+        assert [locate(shard, n) for n in range(3)] == [f"{path}:{line}" for line in (2, 5, 6)]
 
 
-def test_a_gz_of_several_members_is_read_to_the_end(tmp_path):
+def test_a_gz_may_have_zeros_between_and_behind_its_members(tmp_path):
     path = tmp_path / "a.jsonl.gz"
-    parts = [gzip.compress((json.dumps({"text": text}) + "\n").encode()) for text in "abc"]
-    path.write_bytes(b"".join(parts))
+    parts = [gzip.compress(json_lines([text])) for text in "abc"]
+    path.write_bytes(parts[0] + b"\0" * 9 + parts[1] + parts[2] + b"\0" * 5000)
+    assert texts_of(shard_of(path), 5) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("window_log", [28, 31])
+def test_a_zst_may_need_a_long_window(tmp_path, window_log):
+    path = tmp_path / "a.jsonl.zst"
+    text = json_lines(["far", "away"])
+    # RFC 8878: magic number, no flags, window descriptor; one raw block, the last.
+    frame = bytes([0x28, 0xB5, 0x2F, 0xFD, 0, (window_log - 10) << 3])
+    frame += ((len(text) << 3) | 1).to_bytes(3, "little") + text
+    with pytest.raises(zstandard.ZstdError, match="too much memory"):
+        zstandard.ZstdDecompressor().decompressobj().decompress(frame)
+    path.write_bytes(frame)
+    assert texts_of(shard_of(path), 1000) == ["far", "away"]
+
+
+def test_a_zst_may_hold_skippable_frames(tmp_path):
+    path = tmp_path / "a.jsonl.zst"
+    skippable = struct.pack("<II", 0x184D2A50, 3) + b"abc"
+    path.write_bytes(zstandard.compress(json_lines("a")) + skippable)
+    assert texts_of(shard_of(path), 1000) == ["a"]
+
+
+def test_a_text_file_is_one_document(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("one\n\ntwo — three\n", encoding="utf-8")
     shard = shard_of(path)
-    assert texts_of(shard, read_blocks(shard, "text", 5)) == ["a", "b", "c"]
+    assert texts_of(shard, 1) == ["one\n\ntwo — three\n"]
+    assert texts_of(shard, 1, Part(0, 3)) == ["one\n\ntwo — three\n"]
+    assert texts_of(shard, 1, Part(2, 3)) == []
+    assert locate(shard, 0) == str(path)
+    assert count_records(shard, "text", 5) == 1
 
 
-def test_no_file_stays_open_between_blocks(tmp_path, monkeypatch):
-    opened = []
-    real_open = open
-    for ending in ("jsonl", "jsonl.gz"):
-        write(tmp_path / f"a.{ending}", documents(23))
-        reader = open_reader(shard_of(tmp_path / f"a.{ending}"), "text", 700)
+# Parts
 
-        def spy(*arguments, **options):
-            opened.append(real_open(*arguments, **options))
-            return opened[-1]
 
-        monkeypatch.setattr("builtins.open", spy)
-        reader.read_block(0)
-        monkeypatch.undo()
-    assert len(opened) >= 2
-    assert all(isinstance(file, io.FileIO) and file.closed for file in opened)
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("of", [2, 3, 5, 11, 30])
+@pytest.mark.parametrize("range_bytes", [100, 1 << 20])
+def test_parts_hold_each_record_once_and_in_order(tmp_path, monkeypatch, kind, of, range_bytes):
+    monkeypatch.setattr(line_files, "RANGE_BYTES", range_bytes)
+    texts = documents(23)
+    shard = make_shard(tmp_path, kind, texts)
+    parts = [texts_of(shard, 700, Part(number, of)) for number in range(of)]
+    assert sorted(text for part in parts for text in part) == sorted(texts)
+    for part in parts:
+        places = [texts.index(text) for text in part]
+        assert places == sorted(places)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", *COMPRESSED])
+def test_parts_of_a_small_or_compressed_text_take_every_kth_record(tmp_path, kind):
+    texts = documents(23)
+    shard = make_shard(tmp_path, kind, texts)
+    for number in range(4):
+        assert texts_of(shard, 500, Part(number, 4)) == texts[number::4]
+        blocks = [block for _, block in blocks_of(shard, 500, Part(number, 4))]
+        assert [n for block in blocks for n in block.numbers] == list(range(number, 23, 4))
+    assert not splits_by_position(shard, 4)
+
+
+line_ends = st.sampled_from([b"\n", b"\r\n", b"\n\n", b"\n  \n"])
+lines = st.lists(st.tuples(st.integers(1, 40), line_ends), min_size=1, max_size=30)
+
+
+@settings(max_examples=150, deadline=None)
+@given(lines=lines, of=st.integers(1, 9), block_bytes=st.integers(1, 200), cut=st.booleans())
+def test_a_line_belongs_to_the_range_its_first_byte_is_in(
+    tmp_path_factory, lines, of, block_bytes, cut
+):
+    path = tmp_path_factory.mktemp("ranges") / "a.jsonl"
+    data = b"".join(b"%d:" % n + b"x" * length + end for n, (length, end) in enumerate(lines))
+    data = data.rstrip() if cut else data
+    assume(len(data) >= of)
+    path.write_bytes(data)
+    shard = shard_of(path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(line_files, "RANGE_BYTES", 1)
+        patch.setattr(line_files, "LINE_BYTES", 7)
+        for number in range(of):
+            begin, stop = (len(data) * edge // of for edge in (number, number + 1))
+            expected, place = [], 0
+            for line_number, line in enumerate(data.split(b"\n"), start=1):
+                if begin <= place < stop and line.strip():
+                    expected.append((line, f"{path}:{line_number}"))
+                place += len(line) + 1
+            part = Part(number, of)
+            found = [
+                (record, locate(shard, n, part))
+                for _, block in blocks_of(shard, block_bytes, part)
+                for record, n in zip(block.records, block.numbers, strict=True)
+            ]
+            assert found == expected
+
+
+def test_a_range_of_a_large_text_reads_little_more_than_itself(tmp_path, reads):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(json_lines(["x" * 1000] * 4200))
+    shard = shard_of(path)
+    assert splits_by_position(shard, 4)
+    assert not splits_by_position(shard, 5)
+    counts = []
+    for number in range(4):
+        reads.clear()
+        counts.append(len(texts_of(shard, 1 << 22, Part(number, 4))))
+        assert sum(length for _, length in reads) < shard.size / 4 + 3 * line_files.LINE_BYTES
+    assert sum(counts) == 4200
+    assert max(counts) - min(counts) <= 1
+
+
+def test_parts_of_a_parquet_with_row_groups_enough_are_ranges_of_them(tmp_path):
+    texts = documents(23)
+    shard = make_shard(tmp_path, "parquet", texts)  # five groups of 5, 5, 5, 5 and 3 rows
+    assert [splits_by_position(shard, of) for of in (2, 5, 6)] == [True, True, False]
+    assert texts_of(shard, 700, Part(0, 2)) == texts[:10]
+    assert texts_of(shard, 700, Part(1, 2)) == texts[10:]
+    numbers = [n for _, block in blocks_of(shard, 700, Part(1, 2)) for n in block.numbers]
+    assert numbers == list(range(10, 23))
+    assert locate(shard, 10, Part(1, 2)) == f"{shard.path}, row 10"
+    assert texts_of(shard, 700, Part(4, 6)) == texts[4::6]
+
+
+def test_parts_of_an_array_record_are_ranges_of_records(tmp_path):
+    texts = documents(23)
+    shard = make_shard(tmp_path, "array_record", texts)
+    assert texts_of(shard, 700, Part(1, 4)) == texts[5:11]
+    assert [splits_by_position(shard, of) for of in (23, 24)] == [True, False]
+    assert locate(shard, 5, Part(1, 4)) == f"{shard.path}, row 5"
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_records_are_counted_up_to_the_most_that_is_asked_for(tmp_path, kind):
+    shard = make_shard(tmp_path, kind, documents(23))
+    assert [count_records(shard, "text", most) for most in (1, 22, 23, 100)] == [1, 22, 23, 23]
+
+
+def test_an_index_is_counted_without_reading_records(tmp_path, reads):
+    shard = make_shard(tmp_path, "parquet", documents(5000))
+    assert count_records(shard, "text", 10_000) == 5000
+    assert sum(length for _, length in reads) < shard.size / 2
+
+
+# What is read and what is held
+
+
+def test_no_file_stays_open_between_blocks(tmp_path):
+    if not os.path.isdir("/proc/self/fd"):
+        pytest.skip("open files are not listed here")
+    for kind in FORMATS:
+        shard = make_shard(tmp_path, kind, documents(40))
+        reader = open_reader(shard, "text", 700)
+        block = reader.read_block(0, 0)
+        assert block.next_position is not None
+        opened = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+        assert shard.path not in opened
+
+
+@pytest.mark.parametrize("kind", COMPRESSED)
+def test_a_compressed_text_is_read_through_once_in_small_pieces(tmp_path, reads, kind):
+    noise = np.random.default_rng(0).bytes(600_000).hex()
+    texts = [noise[start : start + 6000] for start in range(0, len(noise), 6000)]
+    shard = make_shard(tmp_path, kind, texts)
+    assert len(blocks_of(shard, 10_000)) > 50
+    assert sum(length for _, length in reads) == shard.size
+    assert max(length for _, length in reads) <= 1 << 18 < shard.size
+
+
+# Remote files
+
+
+@pytest.mark.parametrize("kind", [*FORMATS, "txt"])
+def test_every_format_reads_the_same_by_url(tmp_path, kind):
+    import fsspec
+
+    texts = documents(23)
+    path = tmp_path / f"a.{kind}"
+    if kind == "txt":
+        path.write_text(texts[0], encoding="utf-8")
+    else:
+        write(path, texts, kind)
+    url = f"memory://{tmp_path.name}/{path.name}"
+    fsspec.filesystem("memory").pipe_file(url, path.read_bytes())
+    remote = Shard(name=path.name, path=url, size=path.stat().st_size, format=kind)
+    for part in (WHOLE, Part(0, 3)):
+        here = [block for _, block in blocks_of(shard_of(path), 700, part)]
+        assert [block for _, block in blocks_of(remote, 700, part)] == here
+    assert here[0].records
+
+
+def test_the_pieces_of_a_remote_row_group_fetch_it_once(tmp_path, reads):
+    import fsspec
+
+    path = tmp_path / "a.parquet"
+    table = pyarrow.table({"text": [text * 20 for text in documents(100)]})
+    pyarrow.parquet.write_table(table, path, compression="none", use_dictionary=False)
+    url = f"memory://{tmp_path.name}/a.parquet"
+    fsspec.filesystem("memory").pipe_file(url, path.read_bytes())
+    remote = Shard(name=path.name, path=url, size=path.stat().st_size, format="parquet")
+    assert len(blocks_of(remote, remote.size // 5)) >= 5
+    assert sum(length for _, length in reads) < 2 * remote.size
+
+
+# Columns and Examples
 
 
 def test_parquet_strings_may_be_dictionary_encoded_or_missing(tmp_path):
-    import pyarrow
-    import pyarrow.parquet
-
     path = tmp_path / "a.parquet"
     column = pyarrow.array(["x", None, "y", "x"]).dictionary_encode()
     pyarrow.parquet.write_table(pyarrow.table({"text": column}), path)
@@ -95,25 +382,148 @@ def test_parquet_strings_may_be_dictionary_encoded_or_missing(tmp_path):
     assert [r for b in read_blocks(shard, "text", 1) for r in b.records] == [b"x", None, b"y", b"x"]
 
 
-def test_a_file_that_changed_or_went_since_it_was_listed_is_refused(tmp_path):
-    path = tmp_path / "a.jsonl"
-    write(path, documents(2))
+def test_a_parquet_may_hold_empty_row_groups_or_none(tmp_path):
+    path = tmp_path / "a.parquet"
+    schema = pyarrow.schema({"text": pyarrow.string()})
+    with pyarrow.parquet.ParquetWriter(path, schema) as writer:
+        for texts in ([], ["a", "b"], [], [], ["c"], []):
+            writer.write_table(pyarrow.table({"text": texts}, schema=schema))
+    assert pyarrow.parquet.ParquetFile(path).num_row_groups == 6
+    assert texts_of(shard_of(path), 1000) == ["a", "b", "c"]
+    assert [texts_of(shard_of(path), 9, Part(n, 3)) for n in range(3)] == [["a", "b"], [], ["c"]]
+    pyarrow.parquet.write_table(pyarrow.table({"text": []}, schema=schema), path)
+    assert texts_of(shard_of(path), 1000) == []
+
+
+def test_a_parquet_without_a_text_column_names_the_columns(tmp_path):
+    shard = make_shard(tmp_path, "parquet", documents(2))
+    with pytest.raises(UserError, match="no column 'content' but id, text; set the source's"):
+        list(read_blocks(shard, "content", 100))
+    with pytest.raises(UserError, match="column 'id' holds int64, not text"):
+        list(read_blocks(shard, "id", 100))
+
+
+def example(features):
+    """Return a tf.train.Example: field numbers as in tensorflow/core/example/*.proto.
+
+    A value is text (bytes_list), whole numbers (int64_list) or others (float_list).
+    """
+
+    def field(number, payload):
+        size, varint = len(payload), b""
+        while size > 127:
+            varint += bytes([size & 127 | 128])
+            size >>= 7
+        return bytes([number << 3 | 2]) + varint + bytes([size]) + payload
+
+    entries = b""
+    for key, values in features.items():
+        if isinstance(values[0], bytes):
+            feature = field(1, b"".join(field(1, value) for value in values))
+        elif isinstance(values[0], float):
+            feature = field(2, field(1, struct.pack(f"<{len(values)}f", *values)))
+        else:
+            feature = field(3, field(1, bytes(values)))
+        entries += field(1, field(1, key.encode()) + field(2, feature))
+    return field(1, entries)
+
+
+def test_the_examples_of_the_tests_are_what_protocol_buffers_write():
+    pytest.importorskip("google.protobuf")
+    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+    # The messages of tensorflow/core/example, declared here.
+    repeated, optional = 3, 1
+    int64, string, group, data, float32 = 3, 9, 11, 12, 2
+    file = descriptor_pb2.FileDescriptorProto(name="example.proto", package="t", syntax="proto3")
+
+    def declare(name, *fields):
+        message = file.message_type.add(name=name)
+        for number, (field, label, kind, type_name) in enumerate(fields, start=1):
+            message.field.add(
+                name=field, number=number, label=label, type=kind, type_name=type_name
+            )
+        return message
+
+    declare("Bytes", ("value", repeated, data, None))
+    declare("Floats", ("value", repeated, float32, None))
+    declare("Ints", ("value", repeated, int64, None))
+    declare(
+        "Feature",
+        ("bytes_list", optional, group, ".t.Bytes"),
+        ("float_list", optional, group, ".t.Floats"),
+        ("int64_list", optional, group, ".t.Ints"),
+    )
+    features = declare("Features", ("feature", repeated, group, ".t.Features.FeatureEntry"))
+    entry = features.nested_type.add(name="FeatureEntry")
+    entry.options.map_entry = True
+    entry.field.add(name="key", number=1, label=optional, type=string)
+    entry.field.add(name="value", number=2, label=optional, type=group, type_name=".t.Feature")
+    declare("Example", ("features", optional, group, ".t.Features"))
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    message = message_factory.GetMessageClass(pool.FindMessageTypeByName("t.Example"))()
+    feature = message.features.feature
+    feature["text"].bytes_list.value.append(b"peace " * 50)
+    feature["score"].float_list.value.extend([1.5, 2.0])
+    feature["ids"].int64_list.value.extend([3, 4])
+    written = example({"text": [b"peace " * 50], "score": [1.5, 2.0], "ids": [3, 4]})
+    parsed = type(message)()
+    parsed.ParseFromString(written)
+    assert parsed == message
+
+
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        (b'{"text": "a"}', ("a", None)),
+        (example({"id": [7], "text": [b"one\ntwo"], "score": [0.5]}), ("one\ntwo", None)),
+        (
+            example({"text": ["na\u00efve \u2014 ".encode() * 300]}),
+            ("na\u00efve \u2014 " * 300, None),
+        ),
+        (example({"text": [b""]}), ("", None)),
+        (example({"body": [b"a"]}), (None, "bad_key")),
+        (example({"text": [b"a", b"b"]}), (None, "bad_key")),
+        (example({"text": [3]}), (None, "bad_key")),
+        (example({"text": [b"\xff"]}), (None, "bad_utf8")),
+        (example({"text": [b"abc"]})[:-1], (None, "bad_json")),
+        (b"", (None, "bad_key")),
+        (b"plain text", (None, "bad_json")),
+    ],
+)
+def test_an_array_record_holds_json_or_examples(tmp_path, record, expected):
+    path = tmp_path / "a.array_record"
+    write_array_record(path, [record, b'{"text": "next"}'])
     shard = shard_of(path)
+    read = [r for b in read_blocks(shard, "text", 1 << 20) for r in b.records]
+    assert [parse_record(r, shard, "text") for r in read] == [expected, ("next", None)]
+
+
+def test_an_array_record_may_be_written_in_groups_or_be_empty(tmp_path):
+    path = tmp_path / "a.array_record"
+    texts = documents(50)
+    write_array_record(
+        path, [json.dumps({"text": text}).encode() for text in texts], "group_size:7"
+    )
+    assert texts_of(shard_of(path), 700) == texts
+    write_array_record(path, [])
+    assert texts_of(shard_of(path), 700) == []
+
+
+# Files that changed, and the flaws of records
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_file_that_changed_or_went_since_it_was_listed_is_refused(tmp_path, kind):
+    shard = make_shard(tmp_path, kind, documents(2))
+    path = tmp_path / shard.name
     path.write_bytes(path.read_bytes() + b"\n")
     with pytest.raises(UserError, match="bytes when it was listed"):
         open_reader(shard, "text", 100)
     path.unlink()
     with pytest.raises(UserError, match="is gone since"):
         open_reader(shard, "text", 100)
-
-
-def test_a_broken_container_is_refused_by_name(tmp_path):
-    for ending in ("jsonl.gz", "parquet"):
-        path = tmp_path / f"a.{ending}"
-        write(path, documents(50))
-        path.write_bytes(path.read_bytes()[:-40])
-        with pytest.raises(UserError, match=rf"a\.{ending}: the file cannot be read as {ending}"):
-            list(read_blocks(shard_of(path), "text", 1 << 20))
 
 
 @pytest.mark.parametrize(

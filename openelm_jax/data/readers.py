@@ -1,204 +1,169 @@
-"""Shards to records, a block at a time, from any block on.
+"""Shards to records, a block at a time, from any block on, and a part of a shard if wanted.
 
-A block is what is held in memory: some megabytes of lines, one row group, or the demo corpus.
-Positions are byte offsets (of the uncompressed text for .gz) or row group numbers. A record is one
-line of JSON, or the UTF-8 text itself; None is a missing text. No file stays open between blocks.
+How a shard is parted, so that several lanes can share it:
+
+| format | part j of k |
+| --- | --- |
+| jsonl | a range of bytes, the lines that begin in it; with less than 1 MiB a part, a stride |
+| parquet | a range of row groups; with fewer groups than parts, a stride |
+| array_record | a range of records |
+| jsonl.gz, jsonl.zst, demo | a stride: the records whose number leaves j when divided by k |
+| txt | its one record is in part 0 |
 """
 
 from __future__ import annotations
 
-import gzip
-import io
-import os
-import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Protocol
 
-from openelm_jax.data import demo
+from openelm_jax.data import demo, line_files, record_files, storage
+from openelm_jax.data.blocks import (
+    WHOLE,
+    Block,
+    DamagedFile,
+    Part,
+    Reader,
+    Record,
+    describe_damage,
+    take_stride,
+)
 from openelm_jax.data.manifest import Shard
 from openelm_jax.errors import UserError
 
-Record = bytes | None
+__all__ = [
+    "WHOLE",
+    "Block",
+    "Part",
+    "Reader",
+    "Record",
+    "count_records",
+    "locate",
+    "open_reader",
+    "read_blocks",
+    "splits_by_position",
+]
+
+COUNTED_BYTES = 1 << 20
 
 
-@dataclass(frozen=True)
-class Block:
-    """Records that follow one another in a shard, and the position after them."""
+def open_reader(shard: Shard, text_key: str, block_bytes: int, part: Part = WHOLE) -> Reader:
+    """Return the reader of a part of `shard`; its blocks hold about `block_bytes` of text.
 
-    records: list[Record]
-    next_position: int | None
-    """None at the end of the shard."""
-
-
-class Reader(Protocol):
-    """What reads one shard."""
-
-    def read_block(self, position: int) -> Block: ...
-
-
-def open_reader(shard: Shard, text_key: str, block_bytes: int) -> Reader:
-    """Return the reader of `shard`; raises UserError when the file is not what was listed."""
+    Raises UserError when the file is not what was listed.
+    """
     if shard.format == "demo":
-        return _DemoReader(shard)
-    try:
-        size = os.path.getsize(shard.path)
-    except OSError as error:
-        raise UserError(f"{shard.path}: the file is gone since it was listed; put it back.") from (
-            error
-        )
+        return _DemoReader(shard, part)
+    size = storage.size_of(shard.path)
     if size != shard.size:
         raise UserError(
             f"{shard.path}: the file had {shard.size} bytes when it was listed and has {size} now; "
             "leave the data alone while a run reads it, and start again."
         )
-    if shard.format == "parquet":
-        return _ParquetReader(shard, text_key)
-    return _LineReader(shard, block_bytes)
+    match shard.format:
+        case "parquet":
+            return record_files.ParquetReader(shard, text_key, block_bytes, part)
+        case "array_record":
+            return record_files.ArrayRecordReader(shard, text_key, block_bytes, part)
+        case "txt":
+            return _TextReader(shard, part)
+        case _:
+            return line_files.LineReader(shard, block_bytes, part)
 
 
-def read_blocks(shard: Shard, text_key: str, block_bytes: int) -> Iterator[Block]:
-    """Yield the blocks of a shard from its beginning."""
+def read_blocks(
+    shard: Shard, text_key: str, block_bytes: int, *, skip_damage: bool = False
+) -> Iterator[Block]:
+    """Yield the blocks of a shard from its beginning.
+
+    Raises UserError for a damaged file, unless `skip_damage` leaves it at what can be read.
+    """
     reader = open_reader(shard, text_key, block_bytes)
     position: int | None = 0
+    number = 0
     while position is not None:
-        block = reader.read_block(position)
+        block = reader.read_block(position, number)
+        if block.damage is not None and not skip_damage:
+            raise UserError(block.damage)
         yield block
-        position = block.next_position
+        position, number = block.next_position, block.next_number
 
 
-def locate(shard: Shard, number: int) -> str:
-    """Return where record `number` (from 0) is, as people name it: FILE:LINE, or FILE, row N.
+def locate(shard: Shard, number: int, part: Part = WHOLE) -> str:
+    """Return where a record of a part is, as people name it: FILE:LINE, FILE, row N or FILE.
 
-    Reads the file up to there: for messages only.
+    `number` is one of `Block.numbers`. Reads a text up to there: for messages only.
     """
-    if shard.format in ("parquet", "demo"):
+    if shard.format == "txt":
+        return shard.path
+    if shard.format in ("parquet", "array_record", "demo"):
         return f"{shard.path}, row {number}"
-    lines = _open_lines(shard)
-    for line_number, line in enumerate(lines, start=1):
-        if line.strip():
-            if number == 0:
-                return f"{shard.path}:{line_number}"
-            number -= 1
-    raise AssertionError(f"{shard.path} has no such record")
+    return f"{shard.path}:{line_files.line_of_record(shard, number, part)}"
 
 
-class _LineReader:
-    """Lines of .jsonl and .jsonl.gz; blank ones are no records."""
+def splits_by_position(shard: Shard, of: int) -> bool:
+    """Whether each of `of` parts is a range that surely holds a record, so that none need count.
 
-    def __init__(self, shard: Shard, block_bytes: int) -> None:
+    Looks into the index of parquet and array_record, and nowhere else.
+    """
+    try:
+        match shard.format:
+            case "parquet":
+                return len(record_files.rows_of_groups(shard)) >= of
+            case "array_record":
+                return record_files.count_array_records(shard) >= of
+    except DamagedFile:
+        return False
+    return line_files.splits_into_ranges(shard, of)
+
+
+def count_records(shard: Shard, text_key: str, most: int, *, skip_damage: bool = False) -> int:
+    """Return the records of a shard, counted up to `most`.
+
+    Reads the file where it has no index. Raises UserError for a damaged file, unless
+    `skip_damage` leaves it at what can be read.
+    """
+    try:
+        match shard.format:
+            case "txt":
+                return min(1, most)
+            case "parquet":
+                return min(sum(record_files.rows_of_groups(shard)), most)
+            case "array_record":
+                return min(record_files.count_array_records(shard), most)
+    except DamagedFile as error:
+        if skip_damage:
+            return 0
+        raise UserError(describe_damage(shard, error)) from error
+    count = 0
+    for block in read_blocks(shard, text_key, COUNTED_BYTES, skip_damage=skip_damage):
+        count += len(block.records)
+        if count >= most:
+            break
+    return min(count, most)
+
+
+class _TextReader:
+    """A text file is one document."""
+
+    def __init__(self, shard: Shard, part: Part) -> None:
         self._shard = shard
-        self._block_bytes = block_bytes
-        self._lines = _open_lines(shard)
+        self._is_mine = part.number == 0
 
-    def read_block(self, position: int) -> Block:
-        try:
-            self._lines.seek(position)  # forward in .gz decompresses, backward starts again
-            data = self._lines.read(self._block_bytes)
-            at_end = len(data) < self._block_bytes
-            if not at_end and not data.endswith(b"\n"):
-                data += self._lines.readline()
-        except (OSError, EOFError, zlib.error) as error:
-            raise _unreadable(self._shard, error) from error
-        records: list[Record] = [line for line in data.split(b"\n") if line.strip()]
-        return Block(records, None if at_end else position + len(data))
-
-
-class _ParquetReader:
-    """The text column of .parquet; a block is a row group."""
-
-    def __init__(self, shard: Shard, text_key: str) -> None:
-        self._shard = shard
-        self._text_key = text_key
-
-    def read_block(self, position: int) -> Block:
-        import pyarrow
-        import pyarrow.parquet
-
-        try:
-            with pyarrow.parquet.ParquetFile(self._shard.path) as file:
-                self._check_column(file.schema_arrow)
-                if file.num_row_groups == 0:
-                    return Block([], None)
-                column = file.read_row_group(position, [self._text_key], use_threads=False)[0]
-                following = position + 1 if position + 1 < file.num_row_groups else None
-        except (OSError, pyarrow.ArrowException) as error:
-            raise _unreadable(self._shard, error) from error
-        if pyarrow.types.is_dictionary(column.type):
-            column = column.cast(column.type.value_type)
-        # Bytes, not strings: bad UTF-8 is a bad record, not a bad file.
-        return Block(column.cast(pyarrow.large_binary()).to_pylist(), following)
-
-    def _check_column(self, schema) -> None:
-        import pyarrow
-
-        if self._text_key not in schema.names:
-            raise UserError(
-                f"{self._shard.path}: there is no column {self._text_key!r} but "
-                f"{', '.join(schema.names)}; set the source's text_key (data.sources) to the "
-                "column with the text."
-            )
-        kind = schema.field(self._text_key).type
-        if pyarrow.types.is_dictionary(kind):
-            kind = kind.value_type
-        tests = ("string", "large_string", "string_view", "binary", "large_binary")
-        if not any(getattr(pyarrow.types, f"is_{test}")(kind) for test in tests):
-            raise UserError(
-                f"{self._shard.path}: the column {self._text_key!r} holds {kind}, not text; "
-                "set the source's text_key (data.sources) to the column with the text."
-            )
+    def read_block(self, position: int, number: int) -> Block:
+        assert (position, number) == (0, 0)
+        if not self._is_mine:
+            return Block([], [], None, 1)
+        return Block([storage.read(self._shard.path, 0, self._shard.size)], [0], None, 1)
 
 
 class _DemoReader:
-    """All documents of a part of the demo corpus in one block."""
+    """All documents of a half of the demo corpus in one block."""
 
-    def __init__(self, shard: Shard) -> None:
-        part: demo.Part = "holdout" if shard.name.endswith("holdout") else "train"
-        self._records = demo.read(Path(shard.path), part)
+    def __init__(self, shard: Shard, part: Part) -> None:
+        half: demo.Part = "holdout" if shard.name.endswith("holdout") else "train"
+        self._records = demo.read(Path(shard.path), half)
+        self._part = part
 
-    def read_block(self, position: int) -> Block:
-        assert position == 0
-        return Block(list(self._records), None)
-
-
-class _ClosedBetweenReads(io.RawIOBase):
-    """A file that is open only while it is read, so that thousands of streams need no handles."""
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-        self._position = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        assert whence == io.SEEK_SET
-        self._position = offset
-        return offset
-
-    def tell(self) -> int:
-        return self._position
-
-    def readinto(self, buffer) -> int:
-        with open(self._path, "rb", buffering=0) as file:
-            file.seek(self._position)
-            count = file.readinto(buffer)
-        assert count is not None
-        self._position += count
-        return count
-
-
-def _open_lines(shard: Shard) -> BinaryIO:
-    file = io.BufferedReader(_ClosedBetweenReads(shard.path), buffer_size=1 << 18)
-    return gzip.GzipFile(fileobj=file) if shard.format == "jsonl.gz" else file  # type: ignore[return-value]
-
-
-def _unreadable(shard: Shard, error: Exception) -> UserError:
-    return UserError(
-        f"{shard.path}: the file cannot be read as {shard.format} ({error}); replace it, or take "
-        "it out of the source's files."
-    )
+    def read_block(self, position: int, number: int) -> Block:
+        assert (position, number) == (0, 0)
+        return take_stride(self._records, 0, self._part, None)
