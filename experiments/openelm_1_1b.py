@@ -4,6 +4,9 @@
 128 NVIDIA A100 80 GB, with data parallelism with activation checkpointing. Run it with
 
     python -m openelm_jax.train --exp 1_1b --data.root DIR --tokenizer LLAMA_TOKENIZER.model
+
+DIR holds the folders refinedweb, redpajama, pile and dolma-v1_6, with the files that
+`openelm_jax/mixtures.py` names; --data.sources.NUMBER.root gives one of them another place.
 """
 
 from openelm_jax.config import (
@@ -14,6 +17,7 @@ from openelm_jax.config import (
     OptimizerConfig,
     TrainingConfig,
 )
+from openelm_jax.mixtures import openelm
 
 
 def experiment() -> Experiment:
@@ -26,7 +30,7 @@ def experiment() -> Experiment:
             vocab_size=32128,  # 32,000 pieces and a pad id, rounded up; export cuts to 32,000
             context_length=2048,
         ),
-        data=DataConfig(lanes=256),
+        data=DataConfig(sources=openelm(), lanes=256),
         optimizer=OptimizerConfig(peak_lr=2.4e-3, warmup_steps=5000),
         training=TrainingConfig(
             steps=350_000,
