@@ -26,7 +26,8 @@ MAX_TRAINING_CHARS = 500_000_000
 # Short chunks are encoded faster for each character, until the calls cost more than that saves.
 CHUNK_CHARS = 500
 PART_CHUNKS = 16
-_SPACES = " \u2581"  # and what a space is in a piece
+_SPACES = " \u2581"  # the second is what a space is in a piece
+_SPACE_AFTER_CHARACTER = re.compile("[^\u2581]\u2581| ")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -53,8 +54,6 @@ class Tokenizer:
 
     def encode(self, text: str) -> np.ndarray:
         """Return the int32 ids of `text`, without <s> and </s>."""
-        if len(text) < CHUNK_CHARS:
-            return self._processor.encode(text, out_type="numpy")
         return np.concatenate(list(self.encode_in_parts(text)))
 
     def encode_in_parts(self, text: str) -> Iterator[np.ndarray]:
@@ -151,7 +150,7 @@ def _from_bytes(model_bytes: bytes) -> Tokenizer:
         bos_id=processor.bos_id(),
         eos_id=processor.eos_id(),
         sha256=hashlib.sha256(model_bytes).hexdigest(),
-        splits_at_spaces=_splits_at_spaces(processor),
+        splits_at_spaces=_splits_at_spaces(model_bytes, processor),
     )
 
 
@@ -173,10 +172,57 @@ def _chunks(text: str) -> Iterator[str]:
     yield text[start:]
 
 
-def _splits_at_spaces(processor: sentencepiece.SentencePieceProcessor) -> bool:
-    """Whether no merge can cross a space that follows another character, and nothing else can
-    tell the end of a chunk from the middle of a text."""
-    return False
+def _splits_at_spaces(model_bytes: bytes, processor: sentencepiece.SentencePieceProcessor) -> bool:
+    """Whether no token can reach across a space that follows another character.
+
+    It cannot where SentencePiece merges pairs (BPE) of a text that it changes only in writing each
+    space as U+2581 and putting one before, and no piece has that after another character: no
+    merge crosses the space, so that those on either side are the same without the other side.
+    The space itself must be a piece, since unknown characters that touch become one token.
+    """
+    model = dict(_proto_fields(model_bytes))
+    trainer, normalizer = (dict(_proto_fields(model.get(field, b""))) for field in (2, 3))
+    pieces = [processor.id_to_piece(number) for number in range(processor.get_piece_size())]
+    return (
+        trainer.get(3) == 2  # model_type: BPE
+        and not trainer.get(24)  # treat_whitespace_as_suffix
+        and not normalizer.get(2)  # precompiled_charsmap: the text is not normalised
+        and normalizer.get(3, 1) == 1  # add_dummy_prefix
+        and normalizer.get(4, 1) == 0  # remove_extra_whitespaces
+        and normalizer.get(5, 1) == 1  # escape_whitespaces
+        and "\u2581" in pieces
+        and not any(_SPACE_AFTER_CHARACTER.search(piece) for piece in pieces)
+    )
+
+
+def _proto_fields(message: bytes) -> Iterator[tuple[int, Any]]:
+    """Yield the (number, value) of the fields of a Protocol Buffers message, nested ones as bytes.
+
+    Its numbers are those of `sentencepiece_model.proto`. Reading them takes no package.
+    """
+    position = 0
+
+    def varint() -> int:
+        nonlocal position
+        value = shift = 0
+        while True:
+            byte = message[position]
+            position += 1
+            value |= (byte & 127) << shift
+            shift += 7
+            if byte < 128:
+                return value
+
+    while position < len(message):
+        key = varint()
+        value: int | bytes = 0
+        if key & 7 == 0:
+            value = varint()
+        else:
+            length = {1: 8, 5: 4}[key & 7] if key & 7 != 2 else varint()
+            value = message[position : position + length]
+            position += length
+        yield key >> 3, value
 
 
 def _check(tokenizer: Tokenizer, path: Path, model_vocab_size: int | None) -> None:
