@@ -8,7 +8,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import orjson
@@ -231,12 +231,18 @@ def _open_array_record(shard: Shard) -> Iterator[Any]:
             "for every system; install it, or convert the file to jsonl."
         ) from error
     file = File(storage.local_copy(shard.path), "readahead_buffer_size:0,max_parallelism:0")
+    if file.ok():
+        try:
+            yield file
+        finally:
+            with suppress(RuntimeError):  # it repeats what reading has raised
+                file.close()
+        return
+    storage.size_of(shard.path)  # raises when it is not there at all
     try:
-        if not file.ok():
-            raise DamagedFile("its index is broken")
-        yield file
-    finally:
         file.close()
+    except RuntimeError as error:
+        raise DamagedFile(error) from error
 
 
 def _read_array_records(file, first: int, stop: int) -> tuple[list[bytes], str | None]:
