@@ -52,11 +52,16 @@ def main(argv: list[str]) -> None:
     from openelm_jax.parallel.devices import peak_flops
     from openelm_jax.training.checkpoint import Checkpointer
     from openelm_jax.training.compilation import compile_step, keep_compiled_code
-    from openelm_jax.training.feed import feed
+    from openelm_jax.training.feed import feed, whole_position
     from openelm_jax.training.loop import Logged, train_loop
     from openelm_jax.training.metrics import MetricWriter, is_validated, progress
     from openelm_jax.training.optimizer import learning_rate, make_optimizer
-    from openelm_jax.training.run_directory import check_run, open_tokenizer, record_run
+    from openelm_jax.training.run_directory import (
+        check_run,
+        check_shards,
+        open_tokenizer,
+        record_run,
+    )
     from openelm_jax.training.state import TrainState, new_state, optimizer_item, state_of
     from openelm_jax.training.step import make_train_step, make_validation_step
     from openelm_jax.training.validation import validate
@@ -67,7 +72,7 @@ def main(argv: list[str]) -> None:
     row_length = config.context_length + 1
 
     # --- Tokens: tokenizer, mixture, held-out text.
-    check_run(directory, experiment)
+    check_run(directory, experiment, reweight=flags.reweight)
     begun = bool(saved_steps(directory))
     start_from = None if begun or not flags.weights else _starting_weights(flags.weights, config)
     tokenizer, origin = open_tokenizer(directory, experiment, start_from)
@@ -77,7 +82,12 @@ def main(argv: list[str]) -> None:
         tokenizer,
         row_length=row_length,
         global_batch_size=training.global_batch_size,
+        host=jax.process_index(),
+        hosts=jax.process_count(),
     )
+    check_shards(directory, data.manifest)
+    _require_row_for_padding(config, data.pad_id)
+    isolating = tokenizer.bos_id if experiment.data.isolate_documents else None
     held_out = validation_set(experiment.data, tokenizer, row_length=row_length)
     _say(
         "held out: nothing (name shards in data.sources.holdout to validate)"
@@ -93,7 +103,7 @@ def main(argv: list[str]) -> None:
     restored = checkpointer.restore(like.params, optimizer_item(like))
     if restored is not None:
         start = restored.step
-        data.set_state(Position.from_json(restored.data))
+        data.set_state(Position.from_json(restored.data), reweight=flags.reweight)
         state = state_of(restored.params, restored.optimizer)
         unused = f"; --from {flags.weights} is for a new run and not used" if flags.weights else ""
         _say(f"resumed at step {start:,} of {directory}{unused}")
@@ -101,7 +111,7 @@ def main(argv: list[str]) -> None:
         start = 0
         given = None if start_from is None else jax.device_put(start_from.params)
         state = new_state(given or init_params(config, training.seed), optimizer)
-    record_run(directory, experiment)
+    record_run(directory, experiment, data.manifest)
     if start == training.steps and (held_out is None or is_validated(directory, start)):
         _say(f"{directory} is complete: {start:,} of {training.steps:,} steps")
         return
@@ -128,14 +138,17 @@ def main(argv: list[str]) -> None:
         }
         if peak is not None:
             figures["speed/mfu"] = flops_per_trained_token * tokens_per_second / peak
-        for source, counts in data.counters(logged.position).items():
+        for source, counts in data.counters(whole_position(logged.position)).items():
             figures |= {f"data/{source}/{name}": value for name, value in counts.items()}
         writer.write(logged.step, figures)
         bar.update(logged.step, figures["train/loss"], tokens_per_second)
 
     def save(step: int, state: TrainState, position: Position) -> None:
         checkpointer.save(
-            step, params=state.params, optimizer=optimizer_item(state), data=position.to_json()
+            step,
+            params=state.params,
+            optimizer=optimizer_item(state),
+            data=whole_position(position).to_json(),
         )
 
     def look(step: int, params: dict) -> None:
@@ -164,11 +177,13 @@ def main(argv: list[str]) -> None:
     with (
         closing(checkpointer),  # waits for a save in progress, also after a mistake
         closing(data),
-        feed(data, experiment.data.prefetch) as batches,
+        feed(data, experiment.data.prefetch, pad_id=data.pad_id, bos_id=isolating) as batches,
     ):
         # --- Compile, and say what will run. Unfit data shows before the long wait, not after.
         first = next(batches)
-        train_step = make_train_step(decoder, optimizer, training, experiment.optimizer.clip_norm)
+        train_step = make_train_step(
+            decoder, optimizer, training, experiment.optimizer.clip_norm, bos_id=isolating
+        )
         # Accelerators take float32 to mean less unless they are told.
         with jax.default_matmul_precision("highest" if training.dtype == "float32" else "default"):
             compiled = compile_step(
@@ -219,20 +234,41 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "--from", dest="weights", metavar="WHERE", help="start from these weights, at step 0"
     )
     parser.add_argument("--tokenizer", metavar="FILE", help="SentencePiece model")
+    parser.add_argument(
+        "--reweight", action="store_true", help="go on with other weights of data.sources"
+    )
 
 
 def _require_data_and_tokenizer(experiment: Experiment, tokenizer_comes_with: str | None) -> None:
     missing = []
-    patterns = [pattern for source in experiment.data.sources for pattern in source.files]
-    if experiment.data.root is None and not all(
-        pattern.startswith("package:") or os.path.isabs(pattern) for pattern in patterns
-    ):
+    unplaced = [
+        pattern
+        for source in experiment.data.sources
+        for pattern in source.files
+        if not pattern.startswith("package:")
+        and not _says_where(pattern)
+        and not _says_where(source.root or "")
+    ]
+    if experiment.data.root is None and unplaced:
         missing.append("the folder of its text with --data.root DIR")
     tokenizer = experiment.tokenizer
     if not (tokenizer.path or tokenizer.vocab_size or tokenizer_comes_with):
         missing.append("a SentencePiece model with --tokenizer FILE")
     if missing:
         raise UserError(f"--exp {experiment.name} has no data yet: give {' and '.join(missing)}.")
+
+
+def _says_where(path: str) -> bool:
+    return os.path.isabs(path) or "://" in path
+
+
+def _require_row_for_padding(config: ModelConfig, pad_id: int | None) -> None:
+    if pad_id is not None and pad_id >= config.vocab_size:
+        raise UserError(
+            f"data.packing corenet fills rows up with token {pad_id}, the one above the "
+            f"tokenizer's pieces, and model.vocab_size is {config.vocab_size}: set it to "
+            f"{pad_id + 1} or more."
+        )
 
 
 def _starting_weights(where: str, wanted: ModelConfig) -> Weights:

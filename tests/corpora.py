@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
+import zstandard
 
 from openelm_jax.config import DataConfig, SourceConfig
 from openelm_jax.tokenizer import Tokenizer, train_tokenizer
@@ -46,7 +47,11 @@ def write(path: Path, texts: list[str], key: str = "text") -> None:
         return
     lines = "".join(json.dumps({"id": n, key: text}) + "\n" for n, text in enumerate(texts))
     data = lines.encode()
-    path.write_bytes(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
+    if path.suffix == ".gz":
+        data = gzip.compress(data, mtime=0)
+    elif path.suffix == ".zst":
+        data = zstandard.compress(data)
+    path.write_bytes(data)
 
 
 def write_shards(folder: Path, texts: list[str], ending: str, shards: int) -> None:

@@ -234,7 +234,7 @@ def test_nothing_that_passes_to_train_a_tokenizer_on_is_refused_with_the_counts(
 
 
 def test_a_source_without_end_and_without_text_is_given_up(tmp_path, monkeypatch):
-    monkeypatch.setattr("openelm_jax.data.lanes.MAX_BARREN_RECORDS", 50)
+    monkeypatch.setattr("openelm_jax.data.source_lane.MAX_BARREN_RECORDS", 50)
     write(tmp_path / "web" / "a.jsonl", ["short"] * 100 + documents(5))
     monkeypatch.setattr("openelm_jax.data.order.permutation", lambda key, count: list(range(count)))
     with pytest.raises(UserError, match="no training text in the last 50 records"):

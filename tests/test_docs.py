@@ -164,11 +164,11 @@ def test_metrics_have_the_names_that_train_gives_them() -> None:
 
 
 def test_counters_have_the_names_that_the_data_gives_them() -> None:
-    from openelm_jax.data.lanes import Column
     from openelm_jax.data.position import Position, count
+    from openelm_jax.data.source_lane import Column
 
     table_NSC = np.zeros((1, 1, len(Column)), np.int64)
-    counters = count(Position(step=0, fingerprint={}, table_NSC=table_NSC), 0)
+    counters = count(Position(step=0, fingerprint={}, lanes=range(1), table_NSC=table_NSC), 0)
     cells = first_cells(section("docs/data.md", "Counters"))
     assert {name for cell in cells for name in INLINE.findall(cell)} == counters.keys()
 

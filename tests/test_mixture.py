@@ -100,7 +100,7 @@ def test_lanes_can_be_dealt_to_any_number_of_workers(tmp_path):
     data = open_data(
         config(tmp_path, source("web"), lanes=4), tokenizer(), row_length=17, global_batch_size=8
     )
-    group = LaneGroup(data._plan, 0, data._plan.first_states_NSC())
+    group = LaneGroup(data._plan, range(4), 0, data._plan.first_states_NSC())
     whole = iter(copy.copy(group))
     parts = []
     for worker in range(3):

@@ -3,14 +3,20 @@
 import dataclasses
 
 import pytest
-from corpora import documents, write_shards
+from corpora import documents, write, write_shards
 from small_runs import small_experiment, write_corpus
 
 from openelm_jax.config import SourceConfig, TokenizerConfig
+from openelm_jax.data.manifest import list_manifest
 from openelm_jax.errors import UserError
 from openelm_jax.experiment_file import from_json
 from openelm_jax.tokenizer import load_tokenizer, train_tokenizer
-from openelm_jax.training.run_directory import check_run, open_tokenizer, record_run
+from openelm_jax.training.run_directory import (
+    check_run,
+    check_shards,
+    open_tokenizer,
+    record_run,
+)
 from openelm_jax.weights.load import Weights
 
 
@@ -25,9 +31,11 @@ def with_changes(experiment, group, **changes):
     return dataclasses.replace(experiment, **{group: part})
 
 
-def claim(run, experiment):
+def claim(run, experiment, listed=None):
     check_run(run, experiment)
-    record_run(run, experiment)
+    manifest = list_manifest((listed or experiment).data)
+    check_shards(run, manifest)
+    record_run(run, experiment, manifest)
 
 
 def begin(run):
@@ -84,9 +92,31 @@ def test_what_changes_no_result_may_change(experiment, tmp_path, group, changes)
     begin(tmp_path)
     changed = with_changes(experiment, group, **changes)
 
-    claim(tmp_path, changed)
+    claim(tmp_path, changed, listed=experiment)
 
     assert from_json((tmp_path / "experiment.json").read_text()) == changed
+
+
+def test_weights_may_change_only_when_that_is_said(experiment, tmp_path):
+    claim(tmp_path, experiment)
+    begin(tmp_path)
+    (only,) = experiment.data.sources
+    changed = with_changes(experiment, "data", sources=(dataclasses.replace(only, weight=2.0),))
+    with pytest.raises(UserError, match=r"made by another experiment .*data\.sources"):
+        check_run(tmp_path, changed)
+    check_run(tmp_path, changed, reweight=True)
+
+
+def test_other_shards_are_refused_by_their_names(experiment, tmp_path):
+    run = tmp_path / "run"
+    claim(run, experiment)
+    more = tmp_path / "corpus" / "train" / "more.jsonl"
+    write(more, documents(5))
+    claim(run, experiment)  # before the first checkpoint everything may change
+    begin(run)
+    more.unlink()
+    with pytest.raises(UserError, match=r"other data files: .*1 file gone \(.*more\.jsonl\)"):
+        check_shards(run, list_manifest(experiment.data))
 
 
 def test_before_the_first_checkpoint_a_mistake_can_be_mended(experiment, tmp_path):

@@ -1,5 +1,84 @@
-"""What the data pipeline takes from Grain: the iterator protocol and nothing beneath it."""
+"""What the data pipeline takes from Grain: the iterator protocol, and worker processes."""
 
-from grain import DatasetIterator, IterDataset
+from __future__ import annotations
 
-__all__ = ["DatasetIterator", "IterDataset"]
+import os
+import signal
+import sys
+import threading
+from multiprocessing import parent_process
+from typing import Any
+
+from absl import flags
+from grain import DatasetIterator, IterDataset, MultiprocessingOptions
+
+from openelm_jax.errors import UserError
+
+__all__ = ["DatasetIterator", "IterDataset", "iterate"]
+
+# Elements that wait in each worker, besides the one that it makes.
+WAITING = 2
+
+
+def iterate(dataset: IterDataset, workers: int, contents: str) -> DatasetIterator:
+    """Return an iterator over `dataset`, made by so many worker processes or, with 0, by this one.
+
+    Each worker makes a slice; their elements take turns. Raises UserError that names `contents`
+    when a worker dies.
+    """
+    if workers == 0:
+        return dataset.__iter__()
+    if not flags.FLAGS.is_parsed():  # Grain reads its flags and fails where nobody has parsed any
+        flags.FLAGS.mark_as_parsed()
+    options = MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=WAITING)
+    elements = dataset.mp_prefetch(options, worker_init_fn=_begin_worker).__iter__()
+    return _Watched(elements, f"one of the {workers} data workers of {contents}")
+
+
+class _Watched(DatasetIterator):
+    """The elements of worker processes; a dead one is a readable mistake."""
+
+    def __init__(self, elements: DatasetIterator, who: str) -> None:
+        super().__init__()
+        self._elements = elements
+        self._who = who
+
+    def __next__(self) -> Any:
+        try:
+            return next(self._elements)
+        except RuntimeError as error:
+            if "terminated unexpectedly" not in str(error):
+                raise
+            raise UserError(
+                f"data.workers: {self._who} died ({str(error).split('. ')[0]}), often for want of "
+                "memory; the same command goes on from the last checkpoint, with fewer "
+                "data.workers if it happens again."
+            ) from error
+
+    def close(self) -> None:
+        self._elements.close()
+        super().close()
+
+    def get_state(self) -> Any:
+        raise NotImplementedError("positions travel in the elements")
+
+    def set_state(self, state: Any) -> None:
+        raise NotImplementedError("positions travel in the elements")
+
+
+def _begin_worker(index: int, count: int) -> None:
+    """Keep a worker from the accelerator and from the terminal's Ctrl-C, and alive no longer than
+    its parent."""
+    del index, count
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    if "jax" in sys.modules:  # Grain has imported it, and nothing here uses it
+        sys.modules["jax"].config.update("jax_platforms", "cpu")
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

@@ -32,8 +32,8 @@ def draw_sources(seed: int, step: int, weights: np.ndarray, batch_size: int) -> 
 
 
 def shards_of_lane(lane: int, lanes: int, num_shards: int) -> tuple[range, int, int]:
-    """Return (places, stride, offset): a lane's places in the permuted list of shards, and its
-    part of their records, those with number % stride == offset.
+    """Return (places, sharers, number): a lane's places in the permuted list of shards, by how
+    many lanes each of them is shared, and which of their parts is this lane's.
 
     With fewer shards than lanes, the lanes of one shard share its records out.
     """

@@ -3,8 +3,8 @@
     data = open_data(config, tokenizer, row_length=2049, global_batch_size=2048)
     rows_BL, position = next(data)
 
-B rows of the global batch, L tokens of a row (one more than the context), S sources, P places of
-a source's shards in their permuted list.
+B rows of the batch (of several hosts: of this host's lanes), L tokens of a row (one more than the
+context), S sources, P places of a source's shards in their permuted list.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ import numpy as np
 
 from openelm_jax.config import DataConfig
 from openelm_jax.data import order
-from openelm_jax.data.engine import DatasetIterator
-from openelm_jax.data.lanes import LaneGroup, Plan
+from openelm_jax.data.engine import DatasetIterator, iterate
+from openelm_jax.data.lanes import LaneGroup
 from openelm_jax.data.manifest import Manifest, Source, list_manifest
 from openelm_jax.data.position import Position, check_fingerprint, count
-from openelm_jax.data.readers import read_blocks
+from openelm_jax.data.readers import count_records, splits_by_position
+from openelm_jax.data.source_lane import Plan
 from openelm_jax.data.text import (
-    PROBE_BYTES,
     BadRecordLimit,
+    TextRules,
     check_source,
     passes_char_filter,
     read_texts,
@@ -42,39 +43,64 @@ __all__ = [
 ]
 
 # Raised whenever the same settings would give other rows than before.
-ORDER_VERSION = 1
+ORDER_VERSION = 2
 MOST_LANES = 256
 BYTES_PER_LANE = 2_000_000
 # All streams of a run may be open in one process: their blocks fit in memory together.
 MOST_BLOCK_BYTES = 4 << 20
-ALL_BLOCKS_BYTES = 2 << 30
+ALL_BLOCKS_BYTES = 1 << 30
 
 
 def open_data(
-    config: DataConfig, tokenizer: Tokenizer, *, row_length: int, global_batch_size: int
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    *,
+    row_length: int,
+    global_batch_size: int,
+    host: int = 0,
+    hosts: int = 1,
 ) -> DataIterator:
     """Return the endless batches of `config`'s mixture, from the first one on.
 
-    Raises UserError for data that is missing or cannot be used, at once where a first look
-    shows it.
+    Of several hosts each makes the rows of its own lanes, which follow one another: all hosts'
+    rows together are the batch that one host would make. Raises UserError for data that is missing
+    or cannot be used, at once where a first look shows it.
     """
+    plan = make_plan(config, tokenizer, row_length=row_length, global_batch_size=global_batch_size)
+    if plan.lanes % hosts:
+        raise UserError(
+            f"data.lanes {plan.lanes} cannot be shared out evenly among {hosts} hosts; set "
+            f"data.lanes to a multiple of {hosts} that divides training.global_batch_size "
+            f"{global_batch_size}."
+        )
+    share = plan.lanes // hosts
+    return DataIterator(
+        plan,
+        _fingerprint(config, plan),
+        lanes=range(host * share, (host + 1) * share),
+        workers=min(config.workers, share),
+    )
+
+
+def make_plan(
+    config: DataConfig, tokenizer: Tokenizer, *, row_length: int, global_batch_size: int
+) -> Plan:
+    """Return what decides every row, after a first look at the data."""
     manifest = list_manifest(config)
     for source in manifest.sources:
         check_source(source, source.shards)
     lanes = _lanes(config, manifest, global_batch_size)
-    plan = Plan(
+    return Plan(
         manifest=manifest,
         tokenizer=tokenizer,
-        row_length=row_length,
+        rules=TextRules.of(config, row_length),
         global_batch_size=global_batch_size,
         lanes=lanes,
-        min_chars=config.min_chars,
-        min_tokens=config.min_tokens,
         max_bad_fraction=config.max_bad_fraction,
+        skip_damage=config.on_damaged_shard == "skip_rest",
         seed=config.seed,
         block_bytes=min(MOST_BLOCK_BYTES, ALL_BLOCKS_BYTES // (lanes * len(manifest.sources))),
     )
-    return DataIterator(plan, _fingerprint(config, plan))
 
 
 def training_texts(config: DataConfig) -> Iterator[str]:
@@ -101,36 +127,59 @@ class DataIterator(DatasetIterator):
     One thread at a time may use it.
     """
 
-    def __init__(self, plan: Plan, fingerprint: dict[str, Any]) -> None:
+    def __init__(
+        self, plan: Plan, fingerprint: dict[str, Any], *, lanes: range, workers: int
+    ) -> None:
         super().__init__()
         self._plan = plan
+        self._lanes = lanes
+        self._workers = workers
         self.fingerprint = fingerprint
-        self._go_to(0, plan.first_states_NSC())
+        self._go_to(0, plan.first_states_NSC()[lanes.start : lanes.stop])
+
+    @property
+    def manifest(self) -> Manifest:
+        """The shards that are read."""
+        return self._plan.manifest
+
+    @property
+    def pad_id(self) -> int | None:
+        """The token that fills rows up, which is no target; None when rows are always full."""
+        return self._plan.pad_id
 
     def __next__(self) -> tuple[np.ndarray, Position]:
         plan = self._plan
-        rows_NRL = np.empty((plan.lanes, plan.rows_per_lane, plan.row_length), dtype=np.int32)
-        missing = plan.lanes
+        shape = (len(self._lanes), plan.rows_per_lane, plan.rules.row_length)
+        rows_NRL = np.empty(shape, dtype=np.int32)
+        missing = len(self._lanes)
         while missing:
-            element = next(self._group)
+            element = next(self._elements)
             assert element["step"] == self._step
-            rows_NRL[element["lanes"]] = element["rows"]
-            self._table_NSC[element["lanes"]] = element["states"]
-            missing -= len(element["lanes"])
+            places = element["lanes"] - self._lanes.start
+            rows_NRL[places] = element["rows"]
+            self._table_NSC[places] = element["states"]
+            missing -= len(places)
         self._step += 1
-        return rows_NRL.reshape(plan.global_batch_size, plan.row_length), self.get_state()
+        return rows_NRL.reshape(-1, plan.rules.row_length), self.get_state()
 
     def get_state(self) -> Any:
-        """Return the position of the next batch."""
+        """Return the position of the next batch, of this host's lanes."""
         return Position(
-            step=self._step, fingerprint=self.fingerprint, table_NSC=self._table_NSC.copy()
+            step=self._step,
+            fingerprint=self.fingerprint,
+            lanes=self._lanes,
+            table_NSC=self._table_NSC.copy(),
         )
 
-    def set_state(self, state: Any) -> None:
-        """Go to a position; raises UserError when it belongs to other data."""
-        check_fingerprint(state.fingerprint, self.fingerprint)
-        self._group.close()
-        self._go_to(state.step, state.table_NSC)
+    def set_state(self, state: Any, *, reweight: bool = False) -> None:
+        """Go to a whole position; raises UserError when it belongs to other data.
+
+        With `reweight` the weights of its sources may be others than they were.
+        """
+        check_fingerprint(state.fingerprint, self.fingerprint, reweight=reweight)
+        assert state.is_whole
+        self._elements.close()
+        self._go_to(state.step, state.table_NSC[self._lanes.start : self._lanes.stop])
 
     def counters(self, position: Position) -> dict[str, dict[str, int]]:
         """Return for each source what had been read, dropped and kept at a position."""
@@ -140,21 +189,25 @@ class DataIterator(DatasetIterator):
         }
 
     def close(self) -> None:
-        """Let go of what is open; there are no batches afterwards."""
-        self._group.close()
+        """Let go of what is open and end the workers; there are no batches afterwards."""
+        self._elements.close()
         super().close()
 
     def _go_to(self, step: int, table_NSC: np.ndarray) -> None:
         self._step = step
         self._table_NSC = np.array(table_NSC, dtype=np.int64)
-        self._group = iter(LaneGroup(self._plan, step, self._table_NSC))
+        group = LaneGroup(self._plan, self._lanes, step, self._table_NSC.copy())
+        contents = f"lanes {self._lanes.start} to {self._lanes.stop - 1}"
+        self._elements = iterate(group, self._workers, contents)
 
 
 def _passing_texts(config: DataConfig, source: Source) -> Iterator[str]:
+    rules = TextRules.of(config, row_length=2)
     limit = BadRecordLimit(source.name, config.max_bad_fraction)
+    skip_damage = config.on_damaged_shard == "skip_rest"
     passed = False
-    for text in read_texts(source, source.shards, limit):
-        if passes_char_filter(text, config.min_chars):
+    for text in read_texts(source, source.shards, limit, skip_damage=skip_damage):
+        if passes_char_filter(text, rules):
             passed = True
             yield text
     if not passed:
@@ -166,21 +219,23 @@ def _passing_texts(config: DataConfig, source: Source) -> Iterator[str]:
 
 
 def _fingerprint(config: DataConfig, plan: Plan) -> dict[str, Any]:
+    rules = plan.rules
     fields: dict[str, Any] = {
         "data order": ORDER_VERSION,
         "data files": plan.manifest.sha256(),
         "data.sources": [source.name for source in config.sources],
-        "data.min_chars": config.min_chars,
-        "data.min_tokens": config.min_tokens,
-        "data.packing": config.packing,
-        "data.char_filter": config.char_filter,
-        "data.normalize": config.normalize,
+        "data.min_chars": rules.min_chars,
+        "data.min_tokens": rules.min_tokens,
+        "data.packing": rules.packing,
+        "data.char_filter": rules.char_filter,
+        "data.normalize": rules.normalize,
         "data.lanes": plan.lanes,
         "data.seed": config.seed,
-        "model.context_length": plan.row_length - 1,
+        "model.context_length": rules.row_length - 1,
         "tokenizer": plan.tokenizer.sha256,
         "training.global_batch_size": plan.global_batch_size,
         "block bytes": plan.block_bytes,
+        "longest document": rules.max_document_chars,
     }
     for source in config.sources:
         fields[f"data.sources.{source.name}.text_key"] = source.text_key
@@ -226,34 +281,31 @@ def _lanes(config: DataConfig, manifest: Manifest, global_batch_size: int) -> in
 def _works(lanes: int, records_P: list[int]) -> bool:
     """Whether each lane has a record, given those of the shard at each place of a source."""
     for lane in range(lanes):
-        places, _, offset = order.shards_of_lane(lane, lanes, len(records_P))
-        if all(records_P[place] <= offset for place in places):
+        places, _, number = order.shards_of_lane(lane, lanes, len(records_P))
+        if all(records_P[place] <= number for place in places):
             return False
     return True
 
 
 def _count_records_of_places(source: Source, index: int, seed: int, most: int) -> list[int]:
     """Return the records of the shard at each place of a source, counted as far as `most` lanes
-    need; where each lane has shards of its own nothing is read, and a shard is taken to hold one.
+    need; where each lane has shards of its own, or a range of a large one, nothing is read and as
+    many are taken to be there.
     """
     num_shards = len(source.shards)
     if num_shards >= most:
         return [1] * num_shards
     shuffled = order.permutation((seed, order.SHARDS, index), num_shards)
-    return [
-        _count_records(source, int(number), order.lanes_of_place(place, most, num_shards))
-        for place, number in enumerate(shuffled)
-    ]
-
-
-def _count_records(source: Source, shard: int, most: int) -> int:
-    """Return the records of a shard, counted up to `most`."""
-    records = 0
-    for block in read_blocks(source.shards[shard], source.text_key, PROBE_BYTES):
-        records += len(block.records)
-        if records >= most:
-            break
-    return min(records, most)
+    counts = []
+    for place, number in enumerate(shuffled):
+        shard = source.shards[int(number)]
+        sharers = order.lanes_of_place(place, most, num_shards)
+        counts.append(
+            sharers
+            if splits_by_position(shard, sharers)
+            else count_records(shard, source.text_key, sharers)
+        )
+    return counts
 
 
 def _divisors(number: int) -> list[int]:

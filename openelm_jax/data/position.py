@@ -2,34 +2,44 @@
 
 A table of integers, one row for each source in each lane, which knows nothing of hosts, workers
 or prefetching, and the fingerprint of everything else that decides the rows.
-Axes: N lanes, S sources, C columns (`lanes.Column`).
+Axes: N lanes, S sources, C columns (`source_lane.Column`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from openelm_jax.data.lanes import COUNTERS, Column
+from openelm_jax.data.source_lane import COUNTERS, Column
 from openelm_jax.errors import UserError
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Position:
-    """The state of the data before batch `step`."""
+    """The state of the data before batch `step`: of all lanes, or of those of one host."""
 
     step: int
     fingerprint: dict[str, Any]
     """Values of JSON by name; equal fingerprints give equal rows."""
+    lanes: range
+    """The lanes that the table is of."""
     table_NSC: np.ndarray
     """int64."""
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is the position of every lane."""
+        return self.lanes == range(self.fingerprint["data.lanes"])
+
     def to_json(self) -> dict[str, Any]:
         """Return plain values for JSON, which `from_json` turns back into an equal position."""
+        assert self.is_whole, "a position of some lanes is joined with the others before it is kept"
         return {
             "version": VERSION,
             "step": self.step,
@@ -46,19 +56,42 @@ class Position:
                 f"data position: version {plain.get('version')} is not {VERSION}, the one this "
                 "program writes; continue the run with the program that wrote it."
             )
+        table_NSC = np.array(plain["table"], dtype=np.int64)
         return cls(
             step=plain["step"],
             fingerprint=plain["fingerprint"],
-            table_NSC=np.array(plain["table"], dtype=np.int64),
+            lanes=range(len(table_NSC)),
+            table_NSC=table_NSC,
         )
 
 
-def check_fingerprint(saved: dict[str, Any], current: dict[str, Any]) -> None:
-    """Raise UserError naming every field in which a saved fingerprint differs."""
+def join_positions(positions: Sequence[Position]) -> Position:
+    """Return the position of all lanes from those of the hosts, in any order."""
+    ordered = sorted(positions, key=lambda position: position.lanes.start)
+    first, last = ordered[0], ordered[-1]
+    assert all(p.step == first.step and p.fingerprint == first.fingerprint for p in ordered)
+    assert all(a.lanes.stop == b.lanes.start for a, b in pairwise(ordered))
+    whole = Position(
+        step=first.step,
+        fingerprint=first.fingerprint,
+        lanes=range(first.lanes.start, last.lanes.stop),
+        table_NSC=np.concatenate([position.table_NSC for position in ordered]),
+    )
+    assert whole.is_whole
+    return whole
+
+
+def check_fingerprint(
+    saved: dict[str, Any], current: dict[str, Any], *, reweight: bool = False
+) -> None:
+    """Raise UserError naming every field in which a saved fingerprint differs.
+
+    With `reweight` the sources' weights may.
+    """
     differences = [
         f"{name} was {_short(saved.get(name))} and is {_short(current.get(name))}"
         for name in sorted(saved.keys() | current.keys())
-        if saved.get(name) != current.get(name)
+        if saved.get(name) != current.get(name) and not (reweight and name.endswith(".weight"))
     ]
     if differences:
         raise UserError(

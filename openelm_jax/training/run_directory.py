@@ -1,11 +1,13 @@
-"""The run directory: which experiment it belongs to, and its tokenizer."""
+"""The run directory: which experiment it belongs to, its shards, its tokenizer."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 from openelm_jax.config import Experiment
+from openelm_jax.data.manifest import Manifest, describe_changes
 from openelm_jax.data.pipeline import training_texts
 from openelm_jax.errors import UserError
 from openelm_jax.experiment_file import differing_fields, from_json, to_json
@@ -14,16 +16,17 @@ from openelm_jax.weights.load import Weights
 from openelm_jax.weights.orbax import saved_steps
 
 EXPERIMENT = "experiment.json"
+MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.model"
 
 
-def check_run(run: Path, experiment: Experiment) -> None:
+def check_run(run: Path, experiment: Experiment, *, reweight: bool = False) -> None:
     """Make the run directory, or check that an older one belongs to this experiment.
 
     Until the first checkpoint everything may change, so that a mistake can be mended; then what
-    changes no result may (logging, checkpoints, prefetch, where the data lies, how much of it may
-    be bad). Raises UserError
-    naming every other field that differs.
+    changes no result may (logging, checkpoints, prefetch and workers, where the data lies, when it
+    is too bad or read too often to go on), and with `reweight` the sources' weights. Raises
+    UserError naming every other field that differs.
     """
     path = run / EXPERIMENT
     try:
@@ -33,7 +36,9 @@ def check_run(run: Path, experiment: Experiment) -> None:
         before = from_json(path.read_bytes(), str(path))
     except OSError as error:
         raise _cannot_write(run, error) from error
-    differences = differing_fields(_what_counts(before), _what_counts(experiment))
+    differences = differing_fields(
+        _what_counts(before, reweight), _what_counts(experiment, reweight)
+    )
     if differences:
         raise UserError(
             f"{run} was made by another experiment (field: there, now): "
@@ -41,13 +46,24 @@ def check_run(run: Path, experiment: Experiment) -> None:
         )
 
 
-def record_run(run: Path, experiment: Experiment) -> None:
-    """Write the experiment into the run directory, when nothing of it is left to be refused."""
-    path = run / EXPERIMENT
-    temporary = path.with_suffix(".tmp")
+def check_shards(run: Path, manifest: Manifest) -> None:
+    """Raise UserError when a run with a checkpoint was begun with other shards, naming them."""
+    path = run / MANIFEST
+    if not (path.is_file() and saved_steps(run)):
+        return
+    before = Manifest.from_json(json.loads(path.read_bytes()))
+    if before.sha256() != manifest.sha256():
+        raise UserError(
+            f"{run} was begun with other data files: {describe_changes(before, manifest)}; put "
+            "them back as they were, or start a new run."
+        )
+
+
+def record_run(run: Path, experiment: Experiment, manifest: Manifest) -> None:
+    """Write experiment and shards into the run directory, when nothing is left to be refused."""
     try:
-        temporary.write_text(to_json(experiment), encoding="utf-8")
-        temporary.replace(path)
+        _write(run / EXPERIMENT, to_json(experiment))
+        _write(run / MANIFEST, json.dumps(manifest.to_json(), indent=1) + "\n")
     except OSError as error:
         raise _cannot_write(run, error) from error
 
@@ -103,17 +119,37 @@ def _check_same_tokens(start: Weights, given: Tokenizer | None) -> None:
         )
 
 
-def _what_counts(experiment: Experiment) -> Experiment:
+def _what_counts(experiment: Experiment, reweight: bool) -> Experiment:
     """Return the experiment with everything that changes no result set to one value."""
+    sources = tuple(
+        dataclasses.replace(
+            source, root=None, max_epochs=None, weight=1.0 if reweight else source.weight
+        )
+        for source in experiment.data.sources
+    )
     return dataclasses.replace(
         experiment,
         tokenizer=dataclasses.replace(experiment.tokenizer, path=None),
-        data=dataclasses.replace(experiment.data, root=None, prefetch=0, max_bad_fraction=0.0),
+        data=dataclasses.replace(
+            experiment.data,
+            root=None,
+            sources=sources,
+            prefetch=0,
+            workers=0,
+            max_bad_fraction=0.0,
+            on_damaged_shard="raise",
+        ),
         training=dataclasses.replace(
             experiment.training, log_every=1, validate_every=0, sample_prompts=()
         ),
         checkpoint=dataclasses.replace(experiment.checkpoint, every=1, keep_every=None),
     )
+
+
+def _write(path: Path, text: str) -> None:
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
 
 
 def _cannot_write(run: Path, error: OSError) -> UserError:
