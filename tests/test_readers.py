@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import gzip
-import json
+import http.server
 import os
+import re
 import struct
+import threading
+from pathlib import Path
 
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 import zstandard
-from array_record.python.array_record_module import ArrayRecordWriter
 from corpora import documents
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from shard_files import (
+    FORMATS,
+    blocks_of,
+    json_lines,
+    make_shard,
+    shard_of,
+    text_of,
+    texts_of,
+    write,
+)
 
 from openelm_jax.data import line_files, storage
 from openelm_jax.data.manifest import Shard
@@ -31,73 +43,7 @@ from openelm_jax.data.readers import (
 from openelm_jax.data.text import parse_record
 from openelm_jax.errors import UserError
 
-FORMATS = ("jsonl", "jsonl.gz", "jsonl.zst", "parquet", "array_record")
 COMPRESSED = ("jsonl.gz", "jsonl.zst")
-
-
-def json_lines(texts):
-    return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
-
-
-def write(path, texts, kind):
-    """Write a shard: .gz in two members, .zst in two frames, .parquet in row groups of five."""
-    half = len(texts) // 2
-    match kind:
-        case "jsonl":
-            path.write_bytes(json_lines(texts))
-        case "jsonl.gz":
-            path.write_bytes(
-                gzip.compress(json_lines(texts[:half])) + gzip.compress(json_lines(texts[half:]))
-            )
-        case "jsonl.zst":
-            path.write_bytes(
-                zstandard.compress(json_lines(texts[:half]))
-                + zstandard.compress(json_lines(texts[half:]))
-            )
-        case "parquet":
-            table = pyarrow.table({"id": list(range(len(texts))), "text": texts})
-            pyarrow.parquet.write_table(table, path, row_group_size=5)
-        case "array_record":
-            write_array_record(path, [json.dumps({"text": text}).encode() for text in texts])
-
-
-def write_array_record(path, records, options="group_size:1"):
-    writer = ArrayRecordWriter(str(path), options)
-    for record in records:
-        writer.write(record)
-    writer.close()
-
-
-def shard_of(path, kind=None):
-    kind = kind or path.name.split(".", 1)[1]
-    return Shard(name=path.name, path=str(path), size=path.stat().st_size, format=kind)
-
-
-def make_shard(folder, kind, texts):
-    write(folder / f"a.{kind}", texts, kind)
-    return shard_of(folder / f"a.{kind}")
-
-
-def blocks_of(shard, block_bytes, part=WHOLE):
-    """Return ((position, number), block) for all blocks of a part."""
-    reader = open_reader(shard, "text", block_bytes, part)
-    found, position, number = [], 0, 0
-    while position is not None:
-        found.append(((position, number), reader.read_block(position, number)))
-        position, number = found[-1][1].next_position, found[-1][1].next_number
-    return found
-
-
-def text_of(shard, record):
-    return record.decode() if shard.format in ("parquet", "txt") else json.loads(record)["text"]
-
-
-def texts_of(shard, block_bytes, part=WHOLE):
-    return [
-        text_of(shard, record)
-        for _, block in blocks_of(shard, block_bytes, part)
-        for record in block.records
-    ]
 
 
 @pytest.fixture
@@ -339,23 +285,72 @@ def test_a_compressed_text_is_read_through_once_in_small_pieces(tmp_path, reads,
 # Remote files
 
 
-@pytest.mark.parametrize("kind", [*FORMATS, "txt"])
-def test_every_format_reads_the_same_by_url(tmp_path, kind):
-    import fsspec
+class RangeServer(http.server.SimpleHTTPRequestHandler):
+    """A web server of a folder that answers requests for a range of a file."""
 
+    folder: str
+
+    def do_HEAD(self):
+        self.answer(b"")
+
+    def do_GET(self):
+        self.answer(Path(self.folder + self.path).read_bytes())
+
+    def answer(self, data):
+        size = os.path.getsize(self.folder + self.path)
+        asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        if asked:
+            data = data[int(asked[1]) : int(asked[2]) + 1]
+            self.send_response(206)
+            self.send_header("Content-Range", f"bytes {asked[1]}-{asked[2]}/{size}")
+        else:
+            self.send_response(200)
+        self.send_header("Accept-Ranges", "bytes")
+        length = size if self.command == "HEAD" else len(data)
+        self.send_header("Content-Length", str(length))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *arguments):
+        pass
+
+
+@pytest.fixture(params=["memory", "http"])
+def publish(request, tmp_path):
+    """Return a function that gives the URL of a file of tmp_path."""
+    if request.param == "memory":
+        import fsspec
+
+        def put(path):
+            url = f"memory://{tmp_path.name}/{path.name}"
+            fsspec.filesystem("memory").pipe_file(url, path.read_bytes())
+            return url
+
+        yield put
+        return
+    pytest.importorskip("aiohttp")
+    handler = type("Here", (RangeServer,), {"folder": str(tmp_path)})
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+        thread.start()
+        yield lambda path: f"http://127.0.0.1:{server.server_port}/{path.name}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("kind", [*FORMATS, "txt"])
+def test_every_format_reads_the_same_by_url(tmp_path, publish, kind):
     texts = documents(23)
     path = tmp_path / f"a.{kind}"
     if kind == "txt":
         path.write_text(texts[0], encoding="utf-8")
     else:
         write(path, texts, kind)
-    url = f"memory://{tmp_path.name}/{path.name}"
-    fsspec.filesystem("memory").pipe_file(url, path.read_bytes())
-    remote = Shard(name=path.name, path=url, size=path.stat().st_size, format=kind)
+    remote = Shard(name=path.name, path=publish(path), size=path.stat().st_size, format=kind)
     for part in (WHOLE, Part(0, 3)):
-        here = [block for _, block in blocks_of(shard_of(path), 700, part)]
-        assert [block for _, block in blocks_of(remote, 700, part)] == here
-    assert here[0].records
+        here = [block for _, block in blocks_of(shard_of(path), 1500, part)]
+        assert [block for _, block in blocks_of(remote, 1500, part)] == here
+        assert here[0].records
 
 
 def test_the_pieces_of_a_remote_row_group_fetch_it_once(tmp_path, reads):
@@ -369,146 +364,6 @@ def test_the_pieces_of_a_remote_row_group_fetch_it_once(tmp_path, reads):
     remote = Shard(name=path.name, path=url, size=path.stat().st_size, format="parquet")
     assert len(blocks_of(remote, remote.size // 5)) >= 5
     assert sum(length for _, length in reads) < 2 * remote.size
-
-
-# Columns and Examples
-
-
-def test_parquet_strings_may_be_dictionary_encoded_or_missing(tmp_path):
-    path = tmp_path / "a.parquet"
-    column = pyarrow.array(["x", None, "y", "x"]).dictionary_encode()
-    pyarrow.parquet.write_table(pyarrow.table({"text": column}), path)
-    shard = shard_of(path)
-    assert [r for b in read_blocks(shard, "text", 1) for r in b.records] == [b"x", None, b"y", b"x"]
-
-
-def test_a_parquet_may_hold_empty_row_groups_or_none(tmp_path):
-    path = tmp_path / "a.parquet"
-    schema = pyarrow.schema({"text": pyarrow.string()})
-    with pyarrow.parquet.ParquetWriter(path, schema) as writer:
-        for texts in ([], ["a", "b"], [], [], ["c"], []):
-            writer.write_table(pyarrow.table({"text": texts}, schema=schema))
-    assert pyarrow.parquet.ParquetFile(path).num_row_groups == 6
-    assert texts_of(shard_of(path), 1000) == ["a", "b", "c"]
-    assert [texts_of(shard_of(path), 9, Part(n, 3)) for n in range(3)] == [["a", "b"], [], ["c"]]
-    pyarrow.parquet.write_table(pyarrow.table({"text": []}, schema=schema), path)
-    assert texts_of(shard_of(path), 1000) == []
-
-
-def test_a_parquet_without_a_text_column_names_the_columns(tmp_path):
-    shard = make_shard(tmp_path, "parquet", documents(2))
-    with pytest.raises(UserError, match="no column 'content' but id, text; set the source's"):
-        list(read_blocks(shard, "content", 100))
-    with pytest.raises(UserError, match="column 'id' holds int64, not text"):
-        list(read_blocks(shard, "id", 100))
-
-
-def example(features):
-    """Return a tf.train.Example: field numbers as in tensorflow/core/example/*.proto.
-
-    A value is text (bytes_list), whole numbers (int64_list) or others (float_list).
-    """
-
-    def field(number, payload):
-        size, varint = len(payload), b""
-        while size > 127:
-            varint += bytes([size & 127 | 128])
-            size >>= 7
-        return bytes([number << 3 | 2]) + varint + bytes([size]) + payload
-
-    entries = b""
-    for key, values in features.items():
-        if isinstance(values[0], bytes):
-            feature = field(1, b"".join(field(1, value) for value in values))
-        elif isinstance(values[0], float):
-            feature = field(2, field(1, struct.pack(f"<{len(values)}f", *values)))
-        else:
-            feature = field(3, field(1, bytes(values)))
-        entries += field(1, field(1, key.encode()) + field(2, feature))
-    return field(1, entries)
-
-
-def test_the_examples_of_the_tests_are_what_protocol_buffers_write():
-    pytest.importorskip("google.protobuf")
-    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
-
-    # The messages of tensorflow/core/example, declared here.
-    repeated, optional = 3, 1
-    int64, string, group, data, float32 = 3, 9, 11, 12, 2
-    file = descriptor_pb2.FileDescriptorProto(name="example.proto", package="t", syntax="proto3")
-
-    def declare(name, *fields):
-        message = file.message_type.add(name=name)
-        for number, (field, label, kind, type_name) in enumerate(fields, start=1):
-            message.field.add(
-                name=field, number=number, label=label, type=kind, type_name=type_name
-            )
-        return message
-
-    declare("Bytes", ("value", repeated, data, None))
-    declare("Floats", ("value", repeated, float32, None))
-    declare("Ints", ("value", repeated, int64, None))
-    declare(
-        "Feature",
-        ("bytes_list", optional, group, ".t.Bytes"),
-        ("float_list", optional, group, ".t.Floats"),
-        ("int64_list", optional, group, ".t.Ints"),
-    )
-    features = declare("Features", ("feature", repeated, group, ".t.Features.FeatureEntry"))
-    entry = features.nested_type.add(name="FeatureEntry")
-    entry.options.map_entry = True
-    entry.field.add(name="key", number=1, label=optional, type=string)
-    entry.field.add(name="value", number=2, label=optional, type=group, type_name=".t.Feature")
-    declare("Example", ("features", optional, group, ".t.Features"))
-    pool = descriptor_pool.DescriptorPool()
-    pool.Add(file)
-    message = message_factory.GetMessageClass(pool.FindMessageTypeByName("t.Example"))()
-    feature = message.features.feature
-    feature["text"].bytes_list.value.append(b"peace " * 50)
-    feature["score"].float_list.value.extend([1.5, 2.0])
-    feature["ids"].int64_list.value.extend([3, 4])
-    written = example({"text": [b"peace " * 50], "score": [1.5, 2.0], "ids": [3, 4]})
-    parsed = type(message)()
-    parsed.ParseFromString(written)
-    assert parsed == message
-
-
-@pytest.mark.parametrize(
-    ("record", "expected"),
-    [
-        (b'{"text": "a"}', ("a", None)),
-        (example({"id": [7], "text": [b"one\ntwo"], "score": [0.5]}), ("one\ntwo", None)),
-        (
-            example({"text": ["na\u00efve \u2014 ".encode() * 300]}),
-            ("na\u00efve \u2014 " * 300, None),
-        ),
-        (example({"text": [b""]}), ("", None)),
-        (example({"body": [b"a"]}), (None, "bad_key")),
-        (example({"text": [b"a", b"b"]}), (None, "bad_key")),
-        (example({"text": [3]}), (None, "bad_key")),
-        (example({"text": [b"\xff"]}), (None, "bad_utf8")),
-        (example({"text": [b"abc"]})[:-1], (None, "bad_json")),
-        (b"", (None, "bad_key")),
-        (b"plain text", (None, "bad_json")),
-    ],
-)
-def test_an_array_record_holds_json_or_examples(tmp_path, record, expected):
-    path = tmp_path / "a.array_record"
-    write_array_record(path, [record, b'{"text": "next"}'])
-    shard = shard_of(path)
-    read = [r for b in read_blocks(shard, "text", 1 << 20) for r in b.records]
-    assert [parse_record(r, shard, "text") for r in read] == [expected, ("next", None)]
-
-
-def test_an_array_record_may_be_written_in_groups_or_be_empty(tmp_path):
-    path = tmp_path / "a.array_record"
-    texts = documents(50)
-    write_array_record(
-        path, [json.dumps({"text": text}).encode() for text in texts], "group_size:7"
-    )
-    assert texts_of(shard_of(path), 700) == texts
-    write_array_record(path, [])
-    assert texts_of(shard_of(path), 700) == []
 
 
 # Files that changed, and the flaws of records
