@@ -47,6 +47,20 @@ def test_every_target_counts_unless_told_otherwise():
     assert to_batch(rows_BL, some_BT).counted_BT.tolist() == some_BT.tolist()
 
 
+def test_padding_and_where_documents_are_kept_apart_their_first_token_are_no_targets():
+    pad, bos = 9, 1
+    rows_BL = np.array([[1, 5, 2, 1, 6], [1, 7, 2, 9, 9]], np.int32)
+
+    def counted(**left_out):
+        with feed([(rows_BL, 1)], 0, **left_out) as batches:
+            return np.asarray(next(batches)[0].counted_BT).astype(int).tolist()
+
+    assert counted() == [[1, 1, 1, 1], [1, 1, 1, 1]]
+    assert counted(pad_id=pad) == [[1, 1, 1, 1], [1, 1, 0, 0]]
+    assert counted(bos_id=bos) == [[1, 1, 0, 1], [1, 1, 1, 1]]
+    assert counted(pad_id=pad, bos_id=bos) == [[1, 1, 0, 1], [1, 1, 0, 0]]
+
+
 @pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize("error", [UserError("a bad shard"), ValueError("our mistake")])
 def test_an_error_comes_where_its_batch_would_have(depth, error):

@@ -1,11 +1,16 @@
 """Batches on the device, made ahead of the step, each with the data position behind it.
 
 A checkpoint needs the position after the batch whose step has finished, not after the batches
-that already wait in the queue; so the position travels with its batch, whatever the depth.
+that already wait in the queue; so the position travels with its batch, whatever the depth. Of
+several processes each makes its part of the batch and knows the position of its own lanes only.
+
+Legend: B batch, L tokens of a row, T = L - 1 targets, N lanes, S sources, C columns.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import queue
 import threading
 from collections.abc import Iterable, Iterator
@@ -14,27 +19,100 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from openelm_jax.data.position import Position, join_positions
+from openelm_jax.errors import UserError
 from openelm_jax.training.step import Batch
 
 Fed = tuple[Batch, Any]
 
 
 def to_batch(rows_BL: np.ndarray | jax.Array, counted_BT: np.ndarray | None = None) -> Batch:
-    """Return rows as a device batch; every target counts unless told otherwise."""
+    """Return rows as a device batch; every target counts unless told otherwise.
+
+    Of several processes each gives as many rows; they follow one another in the order of the
+    processes, and the batch of all is divided among all devices.
+    """
     if counted_BT is None:
         counted_BT = np.ones((rows_BL.shape[0], rows_BL.shape[1] - 1), bool)
-    return Batch(*jax.device_put((rows_BL, counted_BT)))
+    if jax.process_count() == 1:
+        return Batch(*jax.device_put((rows_BL, counted_BT)))
+    # Not in the order of jax.devices(), which may go back and forth between the processes.
+    devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+    by_rows = NamedSharding(Mesh(np.array(devices), "batch"), PartitionSpec("batch"))
+    return Batch(
+        *(
+            jax.make_array_from_process_local_data(by_rows, np.asarray(local))
+            for local in (rows_BL, counted_BT)
+        )
+    )
+
+
+def counted_targets(
+    rows_BL: np.ndarray, pad_id: int | None = None, bos_id: int | None = None
+) -> np.ndarray:
+    """Return bool [B, T], false where a row's next token is `pad_id` or `bos_id`."""
+    counted_BT = np.ones((rows_BL.shape[0], rows_BL.shape[1] - 1), bool)
+    for left_out in (pad_id, bos_id):
+        if left_out is not None:
+            counted_BT &= rows_BL[:, 1:] != left_out
+    return counted_BT
+
+
+def whole_position(position: Position) -> Position:
+    """Return the position of all lanes, each process giving that of its own.
+
+    All processes must call it at the same step. Raises UserError when their data differ.
+    """
+    if jax.process_count() == 1:
+        return position
+    fingerprint = json.dumps(position.fingerprint, sort_keys=True).encode()
+    digest = np.frombuffer(hashlib.sha256(fingerprint).digest(), np.uint8)
+    lanes = np.array([position.lanes.start, position.lanes.stop], np.int32)
+    # Without its 64-bit mode jax would cut the table's integers in half.
+    table = np.ascontiguousarray(position.table_NSC).view(np.int32)
+    digests, steps, lanes, tables = multihost_utils.process_allgather(
+        (digest, np.int32(position.step), lanes, table)
+    )
+    for process, other in enumerate(digests):
+        if not np.array_equal(other, digests[0]):
+            raise UserError(
+                f"data: process {process} has other data or settings than process 0; give all "
+                "of them the same experiment, tokenizer and files."
+            )
+    return join_positions(
+        [
+            Position(
+                step=int(step),
+                fingerprint=position.fingerprint,
+                lanes=range(*map(int, bounds)),
+                table_NSC=np.ascontiguousarray(table).view(np.int64),
+            )
+            for step, bounds, table in zip(steps, lanes, tables, strict=True)
+        ]
+    )
 
 
 @contextmanager
-def feed(rows: Iterable[tuple[np.ndarray, Any]], depth: int) -> Iterator[Iterator[Fed]]:
+def feed(
+    rows: Iterable[tuple[np.ndarray, Any]],
+    depth: int,
+    *,
+    pad_id: int | None = None,
+    bos_id: int | None = None,
+) -> Iterator[Iterator[Fed]]:
     """Give an iterator over (batch, position after it), at most `depth` batches ahead.
 
-    Depth 0 makes each batch when it is asked for; otherwise a thread does, and what it raises is
-    raised where the batch would have come. On leaving, the thread has stopped.
+    Targets that are `pad_id` do not count, nor, where documents are kept apart, `bos_id`. Depth 0
+    makes each batch when it is asked for; otherwise a thread does, and what it raises is raised
+    where the batch would have come. On leaving, the thread has stopped.
     """
-    batches = ((to_batch(rows_BL), position) for rows_BL, position in rows)
+    batches = (
+        (to_batch(rows_BL, counted_targets(rows_BL, pad_id, bos_id)), position)
+        for rows_BL, position in rows
+    )
     if depth == 0:
         yield batches
         return
