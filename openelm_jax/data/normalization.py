@@ -42,8 +42,8 @@ def repair(text: str) -> str:
     markup = len(text) if markup < 0 else markup
     out, position = [], 0
     while True:
-        pattern = _REPAIRABLE_IN_MARKUP if position > markup else _REPAIRABLE
-        found = pattern.search(text, position)
+        found = _REPAIRABLE.search(text, position, markup)
+        found = found or _REPAIRABLE_IN_MARKUP.search(text, position)
         if found is None:
             break
         line = text.rfind("\n", position, found.start()) + 1 or position

@@ -1,0 +1,184 @@
+"""From a record's text to what is tokenised: rules, pieces, filters, repair."""
+
+import string
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from corpora import tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from openelm_jax.config import DataConfig
+from openelm_jax.data import normalization
+from openelm_jax.data.normalization import has_normalised_chars, repair
+from openelm_jax.data.text import (
+    TextRules,
+    corenet_row,
+    cut_long,
+    encode_document,
+    encode_piece,
+    normalise,
+    passes_char_filter,
+    pieces_of,
+)
+from openelm_jax.errors import UserError
+
+RULES = TextRules.of(DataConfig(min_chars=3, min_tokens=0), row_length=9)
+CORENET = replace(RULES, packing="corenet", char_filter="corenet", normalize="ftfy")
+quick = settings(max_examples=300, deadline=None, derandomize=True)
+
+
+@pytest.mark.parametrize(
+    ("config", "filter_and_normalize"),
+    [
+        (DataConfig(), ("raw", "none")),
+        (DataConfig(normalize="nfc"), ("raw", "nfc")),
+        (DataConfig(char_filter="corenet"), ("corenet", "none")),
+        (DataConfig(packing="corenet"), ("corenet", "ftfy")),
+        (DataConfig(packing="corenet", char_filter="raw", normalize="none"), ("raw", "none")),
+    ],
+    ids=str,
+)
+def test_corenets_packing_brings_its_filter_and_repair_unless_they_are_named(
+    config, filter_and_normalize
+):
+    if config.packing == "corenet":
+        pytest.importorskip("ftfy")
+    rules = TextRules.of(config, row_length=2049)
+    assert (rules.char_filter, rules.normalize) == filter_and_normalize
+    assert (rules.packing, rules.row_length) == (config.packing, 2049)
+    assert (rules.min_chars, rules.min_tokens) == (200, 256)
+
+
+def test_without_ftfy_its_rules_are_refused_with_the_extra_to_install(monkeypatch):
+    normalization.import_ftfy.cache_clear()
+    monkeypatch.setitem(sys.modules, "ftfy", None)
+    with pytest.raises(UserError, match=r"needs the package ftfy; .* 'openelm_jax\[corenet\]'"):
+        TextRules.of(DataConfig(packing="corenet"), row_length=9)
+    assert TextRules.of(DataConfig(packing="corenet", normalize="nfc"), 9).normalize == "nfc"
+
+
+def test_a_document_is_one_piece_and_cut_at_the_most_characters():
+    assert list(pieces_of(" a  b " * 3000, RULES)) == [" a  b " * 3000]
+    assert cut_long("漢" * 7, replace(RULES, max_document_chars=7)) == "漢" * 7
+    assert cut_long("漢" * 7, replace(RULES, max_document_chars=6)) == "漢" * 6
+    assert RULES.max_document_chars == 50_000_000
+
+
+@pytest.mark.parametrize("words", [0, 1, 2047, 2048, 2049, 4095, 4096, 4097, 9000])
+@pytest.mark.parametrize("word", ["a", "", "b\n\tc", "\u00a0"])
+def test_corenets_pieces_are_2048_of_what_single_spaces_divide(word, words):
+    text = " ".join([word] * words) + " end"
+    divided = text.split(" ")
+    expected = [" ".join(divided[at : at + 2048]) for at in range(0, len(divided), 2048)]
+    assert list(pieces_of(text, CORENET)) == expected
+
+
+@pytest.mark.parametrize("text", ["", " ", " " * 2047, " " * 2048, "a" + " " * 4095, " " * 4096])
+def test_empty_words_are_words_at_the_ends_as_well(text):
+    divided = text.split(" ")
+    expected = [" ".join(divided[at : at + 2048]) for at in range(0, len(divided), 2048)]
+    assert list(pieces_of(text, CORENET)) == expected
+
+
+def test_the_character_filter_counts_the_text_or_its_normalised_copy():
+    assert passes_char_filter("...", RULES)
+    assert not passes_char_filter("ab", RULES)
+    assert not passes_char_filter("..a! \t\n ?B..", replace(CORENET, min_chars=4))
+    assert passes_char_filter("..a! \t\n ?B..", replace(CORENET, min_chars=3))
+    assert passes_char_filter("\u0130\u0130", replace(CORENET, min_chars=4))  # lower case is longer
+    assert not passes_char_filter("\u3002" * 3, replace(CORENET, min_chars=4))
+    assert passes_char_filter("\u3002" * 4, replace(CORENET, min_chars=4))  # no ASCII punctuation
+
+
+@quick
+@given(
+    st.text(st.sampled_from("aB \t\n.!-\u00a0\u2028\x1c\u0130\u03a3漢\u3002"), max_size=60),
+    st.integers(0, 40),
+)
+def test_a_long_beginning_decides_the_filter_as_the_whole_does(text, least):
+    plain = "".join(c for c in text.lower() if c not in string.punctuation).split()
+    length = sum(map(len, plain)) + max(0, len(plain) - 1)
+    assert has_normalised_chars(text, least) == (length >= least)
+
+
+# What ftfy repairs, and what decides whether it does.
+BROKEN = (
+    *("a", "line", " ", "\n", "\n\n", "\r\n", "\r", "\t", "\x0c", "\x00", "\x1b[31m", "\x7f"),
+    *("<", "<p>", ">", "&", "&amp;", "&amp;amp;", "&lt;", "&eacute;", "&#39;", "& "),
+    *("\u2019", "\u201cquoted\u201d", "\ufb01", "\uff21", "e\u0301", "\u00e9", "\u2028", "\x85"),
+    *("\u00e2\u20ac\u2122", "\u00c3\u00a9", "\u00c3 la", "\u00e2\u0153\u201d", "\ufeff", "漢"),
+    *("\x97", "\u00a0", "\U0001f600", "%&'", "~", "'", "$"),
+)
+broken_texts = st.lists(st.sampled_from(BROKEN) | st.text(max_size=4), max_size=40).map("".join)
+
+
+@quick
+@given(broken_texts)
+def test_repairing_lines_by_themselves_is_ftfys_repair(text):
+    ftfy = pytest.importorskip("ftfy")
+    assert repair(text) == ftfy.fix_text(text, normalization="NFC")
+
+
+@quick
+@given(broken_texts, st.integers(1, 9))
+def test_repair_cuts_long_lines_where_ftfy_does(text, most):
+    ftfy = pytest.importorskip("ftfy")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(normalization, "SEGMENT_CHARS", most)
+        repaired = repair(text)
+    assert repaired == ftfy.fix_text(text, normalization="NFC", max_decode_length=most)
+
+
+def test_ftfys_own_segments_have_the_length_that_repair_takes_them_to_have():
+    ftfy = pytest.importorskip("ftfy")
+    assert ftfy.TextFixerConfig().max_decode_length == normalization.SEGMENT_CHARS
+
+
+def test_ftfy_is_asked_about_no_plain_line(monkeypatch):
+    ftfy = pytest.importorskip("ftfy")
+    asked, fix_text = [], ftfy.fix_text
+    monkeypatch.setattr(ftfy, "fix_text", lambda t, **kw: (asked.append(t), fix_text(t, **kw))[1])
+    assert repair("plain\n\u2018a\u2019 & b\nplain <br>\nc &amp; d\n") == (
+        "plain\n'a' & b\nplain <br>\nc &amp; d\n"
+    )
+    assert asked == ["\u2018a\u2019 & b\n"]
+
+
+def test_a_text_is_normalised_before_it_is_framed_and_tokenised():
+    text = "e\u0301 \ufb01 &amp;"
+    changed = {"none": text, "nfc": "\u00e9 \ufb01 &amp;", "ftfy": "\u00e9 fi &"}
+    for name, expected in changed.items():
+        if name == "ftfy":
+            pytest.importorskip("ftfy")
+        rules = replace(RULES, normalize=name)
+        assert normalise(text, rules) == expected
+        framed = [1, *tokenizer().encode(expected).tolist(), 2]
+        tokens = np.concatenate(list(encode_piece(text, tokenizer(), rules)))
+        assert tokens.dtype == np.int32
+        assert tokens.tolist() == framed
+        assert encode_document(text, tokenizer(), rules).tolist() == framed
+
+
+def test_a_piece_is_tokenised_only_as_far_as_it_is_taken():
+    text = "The state of the union. " * 4000
+    parts = encode_piece(text, tokenizer(), RULES)
+    first = [next(parts), next(parts)]
+    whole = encode_document(text, tokenizer(), RULES)
+    assert first[0].tolist() == [1]
+    assert len(first[1]) < len(whole) / 4
+    assert np.array_equal(first[1], whole[1 : 1 + len(first[1])])
+
+
+def test_corenets_row_is_cut_or_filled_and_says_by_how_much():
+    tokens = np.array([1, 7, 8, 2], dtype=np.int32)
+    for length, row, truncated, padded in (
+        (3, [1, 7, 8], 1, 0),
+        (4, [1, 7, 8, 2], 0, 0),
+        (6, [1, 7, 8, 2, 99, 99], 0, 2),
+    ):
+        made = corenet_row(tokens, length, pad_id=99)
+        assert (made[0].tolist(), made[1], made[2]) == (row, truncated, padded)
+        assert made[0].dtype == np.int32
