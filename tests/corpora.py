@@ -39,11 +39,22 @@ def tokenizer() -> Tokenizer:
 
 
 def write(path: Path, texts: list[str], key: str = "text") -> None:
-    """Write one shard in the format of its name; Parquet in row groups of five."""
+    """Write one shard in the format of its name; Parquet in row groups of five, one .txt."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".parquet":
         table = pyarrow.table({"id": list(range(len(texts))), key: texts})
         pyarrow.parquet.write_table(table, path, row_group_size=5)
+        return
+    if path.suffix == ".array_record":
+        from array_record.python.array_record_module import ArrayRecordWriter
+
+        writer = ArrayRecordWriter(str(path), "group_size:1")
+        for number, text in enumerate(texts):
+            writer.write(json.dumps({"id": number, key: text}).encode())
+        writer.close()
+        return
+    if path.suffix == ".txt":
+        path.write_text("\n".join(texts))
         return
     lines = "".join(json.dumps({"id": n, key: text}) + "\n" for n, text in enumerate(texts))
     data = lines.encode()

@@ -89,7 +89,7 @@ def test_rows_of_pieces_go_on_from_the_document_that_the_next_row_is_of(counts, 
     def read(queue, document):
         queue.begin(document)
         for row in range(counts[document]):
-            queue.add(np.array([document, row]))
+            queue.extend(np.array([document, row]))
 
     queue, taken, document = RowQueue(), [], 0
     while len(taken) < stop:

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+import weakref
 from multiprocessing import parent_process
 from typing import Any
 
@@ -40,12 +41,14 @@ class _Watched(DatasetIterator):
 
     def __init__(self, elements: DatasetIterator, who: str) -> None:
         super().__init__()
-        self._elements = elements
         self._who = who
+        self._elements = [elements]
+        # Grain's iterators complain when the interpreter finds them open, or at all, at its end.
+        self._end = weakref.finalize(self, _close, self._elements)
 
     def __next__(self) -> Any:
         try:
-            return next(self._elements)
+            return next(self._elements[0])
         except RuntimeError as error:
             if "terminated unexpectedly" not in str(error):
                 raise
@@ -56,7 +59,7 @@ class _Watched(DatasetIterator):
             ) from error
 
     def close(self) -> None:
-        self._elements.close()
+        self._end()
         super().close()
 
     def get_state(self) -> Any:
@@ -64,6 +67,10 @@ class _Watched(DatasetIterator):
 
     def set_state(self, state: Any) -> None:
         raise NotImplementedError("positions travel in the elements")
+
+
+def _close(elements: list[DatasetIterator]) -> None:
+    elements.pop().close()
 
 
 def _begin_worker(index: int, count: int) -> None:

@@ -55,9 +55,12 @@ class Packer(Generic[Origin]):
         return not self._parts
 
     def begin(self, origin: Origin) -> None:
-        """Begin a document; the one before is whole."""
+        """Begin a document."""
         self._origin = origin
         self._length = 0
+
+    def end(self) -> None:
+        """Note that the document is whole; the rows do not depend on it."""
 
     def extend(self, tokens: np.ndarray) -> None:
         """Add the next tokens of the document."""
@@ -123,11 +126,7 @@ class RowQueue(Generic[Origin]):
         """Begin a document."""
         self._document = (origin, 0)
 
-    def end(self) -> None:
-        """Note that the document is whole."""
-        self._document = None
-
-    def add(self, row: np.ndarray) -> None:
+    def extend(self, row: np.ndarray) -> None:
         """Add the next row of the document."""
         assert self._document is not None
         origin, count = self._document
@@ -136,6 +135,10 @@ class RowQueue(Generic[Origin]):
         else:
             self._rows.append((origin, count, row))
         self._document = (origin, count + 1)
+
+    def end(self) -> None:
+        """Note that the document is whole."""
+        self._document = None
 
     def is_ready(self) -> bool:
         """Whether there is a row."""

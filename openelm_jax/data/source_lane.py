@@ -129,6 +129,7 @@ class SourceLane(DatasetIterator):
         self._lane = lane
         self._shards, self._part = plan.shards_of_lane(source, lane)
         self._limit = limit
+        self._document: Iterator[bool] = iter(())
         self.set_state(state_C)
 
     def __next__(self) -> np.ndarray:
@@ -159,7 +160,7 @@ class SourceLane(DatasetIterator):
         self._packer: Packer[np.ndarray] | RowQueue[np.ndarray] = (
             RowQueue(skip) if rules.packing == "corenet" else Packer(rules.row_length, skip)
         )
-        self._document: Iterator[bool] = iter(())
+        self._document = iter(())
         self._records: list[tuple[int, Record]] | None = None
         self._reader: Reader | None = None
         self._kept_at = time.monotonic()
@@ -198,6 +199,7 @@ class SourceLane(DatasetIterator):
         if expected and (before[place] != self._restored[place]).any():
             self._refuse_changed()
         yield from document
+        self._packer.end()
         if expected and self._packer.is_behind:
             self._refuse_changed()
 
@@ -316,9 +318,8 @@ class SourceLane(DatasetIterator):
             now[Column.KEPT_TOKENS] += len(tokens)
             now[Column.TRUNCATED_TOKENS] += truncated
             now[Column.PADDED_TOKENS] += padded
-            self._packer.add(row)
+            self._packer.extend(row)
             yield True
-        self._packer.end()
 
     def _passes_char_filter(self, piece: str) -> bool:
         if passes_char_filter(piece, self._plan.rules):
