@@ -29,6 +29,33 @@ def test_held_out_shards_are_rows_in_which_each_token_is_predicted_once(tmp_path
     assert set(training_texts(settings)) == set(documents(20, seed=1))
 
 
+def test_held_out_documents_are_normalised_like_the_others(tmp_path):
+    write(tmp_path / "train.jsonl", documents(3))
+    write(tmp_path / "held_out" / "a.jsonl", ["cafe\u0301", "\u212b"])
+    settings = config(
+        tmp_path, source("web", files=("*.jsonl",), holdout=("held_out/*",)), normalize="nfc"
+    )
+    found = validation_set(settings, tokenizer(), row_length=33)
+    assert found.num_bytes == len("caf\u00e9\u00c5".encode())
+    targets = found.rows_NL[:, 1:][found.loss_mask_NT].tolist()
+    texts = ("caf\u00e9", "\u00c5")
+    assert targets == [token for t in texts for token in [*tokenizer().encode(t).tolist(), 2]]
+
+
+def test_a_damaged_held_out_file_is_refused_even_where_training_goes_on(tmp_path):
+    write(tmp_path / "train.jsonl", documents(3))
+    write(tmp_path / "held_out" / "a.jsonl.gz", documents(30))
+    file = tmp_path / "held_out" / "a.jsonl.gz"
+    file.write_bytes(file.read_bytes()[:-100])
+    settings = config(
+        tmp_path,
+        source("web", files=("*.jsonl",), holdout=("held_out/*",)),
+        on_damaged_shard="skip_rest",
+    )
+    with pytest.raises(UserError, match=r"held_out/a\.jsonl\.gz: the file cannot be read as"):
+        validation_set(settings, tokenizer(), row_length=33)
+
+
 def test_nothing_held_out_is_no_validation_set(tmp_path):
     write(tmp_path / "a.jsonl", documents(3))
     assert (

@@ -46,8 +46,7 @@ def repair(text: str) -> str:
         found = found or _REPAIRABLE_IN_MARKUP.search(text, position)
         if found is None:
             break
-        line = text.rfind("\n", position, found.start()) + 1 or position
-        start = found.start() - (found.start() - line) % SEGMENT_CHARS
+        start = text.rfind("\n", position, found.start()) + 1 or position
         end = text.find("\n", found.start()) + 1 or len(text)
         end = min(end, start + SEGMENT_CHARS)
         out.append(text[position:start])

@@ -143,15 +143,18 @@ def normalise(piece: str, rules: TextRules) -> str:
 
 def encode_piece(piece: str, tokenizer: Tokenizer, rules: TextRules) -> Iterator[np.ndarray]:
     """Yield <s>, the tokens of the normalised piece, </s>: int32 [some tokens], made when asked."""
+    yield from _frame(normalise(piece, rules), tokenizer)
+
+
+def encode_document(text: str, tokenizer: Tokenizer) -> np.ndarray:
+    """Return <s>, the tokens of the text as it is, </s>: int32 [tokens + 2]."""
+    return np.concatenate(list(_frame(text, tokenizer)))
+
+
+def _frame(text: str, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
     yield np.array([tokenizer.bos_id], dtype=np.int32)
-    yield from tokenizer.encode_in_parts(normalise(piece, rules))
+    yield from tokenizer.encode_in_parts(text)
     yield np.array([tokenizer.eos_id], dtype=np.int32)
-
-
-def encode_document(text: str, tokenizer: Tokenizer, rules: TextRules) -> np.ndarray:
-    """Return <s>, the tokens of the normalised text, </s>: int32 [tokens + 2]; nothing is left out,
-    and nothing cut."""
-    return np.concatenate(list(encode_piece(text, tokenizer, rules)))
 
 
 def corenet_row(tokens: np.ndarray, row_length: int, pad_id: int) -> tuple[np.ndarray, int, int]:

@@ -11,21 +11,28 @@ import numpy as np
 
 from openelm_jax.config import DataConfig
 from openelm_jax.data.manifest import list_manifest
-from openelm_jax.data.text import BadRecordLimit, check_source, encode_document, read_texts
+from openelm_jax.data.text import (
+    BadRecordLimit,
+    TextRules,
+    check_source,
+    encode_document,
+    normalise,
+    read_texts,
+)
 from openelm_jax.errors import UserError
 from openelm_jax.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ValidationSet:
-    """Rows of the held-out documents, none of them filtered."""
+    """Rows of the held-out documents, normalised like the others but neither filtered nor cut."""
 
     rows_NL: np.ndarray
     """int32; the last row of a document is filled up with 0."""
     loss_mask_NT: np.ndarray
     """bool; which of a row's targets, its tokens but the first, count."""
     num_bytes: int
-    """UTF-8 bytes of the documents, to turn nats into bits per byte."""
+    """UTF-8 bytes of the normalised documents, to turn nats into bits per byte."""
     num_documents: int
 
 
@@ -34,9 +41,11 @@ def validation_set(
 ) -> ValidationSet | None:
     """Return the held-out documents, each as <s> document </s>; None when nothing is held out.
 
-    Raises UserError when all of them are empty, besides what reading them raises.
+    Raises UserError when all of them are empty, besides what reading them raises. A damaged file
+    is refused whatever data.on_damaged_shard says: what remains of it would be another measure.
     """
     manifest = list_manifest(config)
+    rules = TextRules.of(config, row_length)
     rows, masks, num_bytes, num_documents = [], [], 0, 0
     for source in manifest.sources:
         if not source.holdout:
@@ -44,6 +53,7 @@ def validation_set(
         check_source(source, source.holdout)
         limit = BadRecordLimit(source.name, config.max_bad_fraction)
         for text in read_texts(source, source.holdout, limit):
+            text = normalise(text, rules)
             document_rows, document_mask = cut_document(
                 encode_document(text, tokenizer), row_length
             )
