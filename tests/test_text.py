@@ -5,21 +5,28 @@ import sys
 from dataclasses import replace
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
-from corpora import tokenizer
+from corpora import config, source, tokenizer, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from openelm_jax.config import DataConfig
-from openelm_jax.data import normalization
+from openelm_jax.data import line_files, normalization
+from openelm_jax.data.manifest import list_manifest
 from openelm_jax.data.normalization import has_normalised_chars, repair
+from openelm_jax.data.readers import Part
 from openelm_jax.data.text import (
+    BadRecordLimit,
     TextRules,
+    check_source,
     corenet_row,
     cut_long,
     encode_document,
     encode_piece,
     normalise,
+    parse_record,
     passes_char_filter,
     pieces_of,
 )
@@ -39,7 +46,7 @@ quick = settings(max_examples=300, deadline=None, derandomize=True)
         (DataConfig(packing="corenet"), ("corenet", "ftfy")),
         (DataConfig(packing="corenet", char_filter="raw", normalize="none"), ("raw", "none")),
     ],
-    ids=str,
+    ids=["concat", "concat-nfc", "concat-corenet", "corenet", "corenet-raw-none"],
 )
 def test_corenets_packing_brings_its_filter_and_repair_unless_they_are_named(
     config, filter_and_normalize
@@ -170,6 +177,46 @@ def test_a_piece_is_tokenised_only_as_far_as_it_is_taken():
     assert first[0].tolist() == [1]
     assert len(first[1]) < len(whole) / 4
     assert np.array_equal(first[1], whole[1 : 1 + len(first[1])])
+
+
+def listed(tmp_path):
+    """Return the one source below a folder, and its shards."""
+    found = list_manifest(config(tmp_path, source("web", files=("*",)))).sources[0]
+    return found, found.shards
+
+
+def test_a_wrong_text_key_is_named_though_a_record_holds_half_a_surrogate_pair(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"content": "\\ud800", "id": 1}\n')
+    with pytest.raises(UserError, match=r"a\.jsonl:1 .* no field 'text' but 'content', 'id'; set"):
+        check_source(*listed(tmp_path))
+
+
+def test_records_that_are_all_missing_are_refused_with_the_key_to_set(tmp_path):
+    nulls = pyarrow.table({"text": pyarrow.array([None, None], pyarrow.string())})
+    pyarrow.parquet.write_table(nulls, tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=r"row 0 .* under the text_key: null\); set .*text_key, or"):
+        check_source(*listed(tmp_path))
+
+
+def test_records_of_array_record_files_are_json(tmp_path):
+    write(tmp_path / "a.jsonl", ["x"])
+    shard = replace(listed(tmp_path)[1][0], format="array_record")
+    assert parse_record(b'{"text": "a\\n"}', shard, "text") == ("a\n", None)
+    assert parse_record(b'{"content": "a"}', shard, "text") == (None, "bad_key")
+    assert parse_record(None, shard, "text") == (None, "bad_key")
+
+
+def test_a_bad_record_of_a_part_is_named_by_its_line_in_the_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(line_files, "RANGE_BYTES", 1)  # the second part begins with the third line
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n' * 3 + "{}\n")
+    shard = listed(tmp_path)[1][0]
+    limit = BadRecordLimit("web", 0.4)
+    limit.count(shard, 0, b'{"text": "a"}', None, Part(1, 2))
+    limit.count(shard, 1, b"{}", "bad_key", Part(1, 2))
+    with pytest.raises(
+        UserError, match=r"web: 1 of 2 records are bad, the last at .*a\.jsonl:4 \("
+    ):
+        limit.end_first_pass()
 
 
 def test_corenets_row_is_cut_or_filled_and_says_by_how_much():
