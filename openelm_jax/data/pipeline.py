@@ -87,8 +87,9 @@ def make_plan(
 ) -> Plan:
     """Return what decides every row, after a first look at the data."""
     manifest = list_manifest(config)
+    skip_damage = config.on_damaged_shard == "skip_rest"
     for source in manifest.sources:
-        check_source(source, source.shards)
+        check_source(source, source.shards, skip_damage=skip_damage)
     lanes = _lanes(config, manifest, global_batch_size)
     return Plan(
         manifest=manifest,
@@ -97,7 +98,7 @@ def make_plan(
         global_batch_size=global_batch_size,
         lanes=lanes,
         max_bad_fraction=config.max_bad_fraction,
-        skip_damage=config.on_damaged_shard == "skip_rest",
+        skip_damage=skip_damage,
         seed=config.seed,
         block_bytes=min(MOST_BLOCK_BYTES, ALL_BLOCKS_BYTES // (lanes * len(manifest.sources))),
     )
@@ -110,8 +111,9 @@ def training_texts(config: DataConfig) -> Iterator[str]:
     document passes.
     """
     manifest = list_manifest(config)
+    skip_damage = config.on_damaged_shard == "skip_rest"
     for source in manifest.sources:
-        check_source(source, source.shards)
+        check_source(source, source.shards, skip_damage=skip_damage)
     return (text for source in manifest.sources for text in _passing_texts(config, source))
 
 
@@ -251,7 +253,7 @@ def _lanes(config: DataConfig, manifest: Manifest, global_batch_size: int) -> in
     most = config.lanes or choose_lanes(manifest.num_bytes, global_batch_size)
     assert global_batch_size % most == 0, (global_batch_size, most)
     records_SP = [
-        _count_records_of_places(source, index, config.seed, most)
+        _count_records_of_places(config, source, index, most)
         for index, source in enumerate(manifest.sources)
     ]
     largest = max(
@@ -287,7 +289,9 @@ def _works(lanes: int, records_P: list[int]) -> bool:
     return True
 
 
-def _count_records_of_places(source: Source, index: int, seed: int, most: int) -> list[int]:
+def _count_records_of_places(
+    config: DataConfig, source: Source, index: int, most: int
+) -> list[int]:
     """Return the records of the shard at each place of a source, counted as far as `most` lanes
     need; where each lane has shards of its own, or a range of a large one, nothing is read and as
     many are taken to be there.
@@ -295,7 +299,8 @@ def _count_records_of_places(source: Source, index: int, seed: int, most: int) -
     num_shards = len(source.shards)
     if num_shards >= most:
         return [1] * num_shards
-    shuffled = order.permutation((seed, order.SHARDS, index), num_shards)
+    shuffled = order.permutation((config.seed, order.SHARDS, index), num_shards)
+    skip_damage = config.on_damaged_shard == "skip_rest"
     counts = []
     for place, number in enumerate(shuffled):
         shard = source.shards[int(number)]
@@ -303,7 +308,7 @@ def _count_records_of_places(source: Source, index: int, seed: int, most: int) -
         counts.append(
             sharers
             if splits_by_position(shard, sharers)
-            else count_records(shard, source.text_key, sharers)
+            else count_records(shard, source.text_key, sharers, skip_damage=skip_damage)
         )
     return counts
 
