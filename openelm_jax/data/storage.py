@@ -322,7 +322,7 @@ def _attempt(path: str, operation: Callable[[], Answer]) -> Answer:
             if verdict == "ours":
                 raise
             if wait is None:
-                times = f" in {tried} tries within {sum(waits):g} s" if waits else ""
+                times = f" in {tried} tries, {sum(waits):g} s apart in all" if waits else ""
                 raise UserError(
                     f"{path}: it cannot be read ({_reason(error)}){times}; see that its storage "
                     "is there, and start again."
@@ -338,7 +338,8 @@ def _verdict(error: BaseException) -> Literal["gone", "refused", "may pass", "ou
     if isinstance(error, FileNotFoundError | NotADirectoryError) or status in (404, 410):
         return "gone"
     no_credentials = re.search("Credentials|RefreshError", type(error).__name__) is not None
-    if isinstance(error, PermissionError) or no_credentials or status in (401, 403):
+    forbidden = str(error).startswith("Forbidden")  # gcsfs has only this word for it
+    if isinstance(error, PermissionError) or no_credentials or forbidden or status in (401, 403):
         return "refused"
     package = type(error).__module__.partition(".")[0]
     return "may pass" if isinstance(error, OSError) or package in _REMOTE_PACKAGES else "ours"
@@ -362,8 +363,8 @@ def _reason(error: BaseException) -> str:
     error = _cause(error)
     status = getattr(error, "status", None)
     said = getattr(error, "message", None) if status else str(error)
-    words = " ".join(str(part) for part in (status, said) if part)
-    return words.rstrip(".") or type(error).__name__
+    words = " ".join(str(part) for part in (status, said) if part).split()
+    return " ".join(words).rstrip(".") or type(error).__name__
 
 
 def _gone(path: str) -> UserError:
