@@ -198,6 +198,24 @@ def test_records_that_are_all_missing_are_refused_with_the_key_to_set(tmp_path):
         check_source(*listed(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (rb'{"text": "a\ud83d\ude00"}', ("a\U0001f600", None)),
+        (rb'{"text": "a\ud83d"}', ("a\ufffd", "repaired")),
+        (rb'{"text": "a", "title": "\ud83d"}', ("a", None)),
+        (rb'{"text": "a", "score": NaN}', ("a", None)),
+        (rb'{"title": "\ud83d"}', (None, "bad_key")),
+        (b'{"text": "a\xff"}', (None, "bad_utf8")),
+        (b'{"text": "a"', (None, "bad_json")),
+    ],
+    ids=str,
+)
+def test_only_half_a_surrogate_pair_in_the_text_is_a_repair(tmp_path, line, expected):
+    write(tmp_path / "a.jsonl", ["x"])
+    assert parse_record(line, listed(tmp_path)[1][0], "text") == expected
+
+
 def test_records_of_array_record_files_are_json(tmp_path):
     write(tmp_path / "a.jsonl", ["x"])
     shard = replace(listed(tmp_path)[1][0], format="array_record")

@@ -80,11 +80,13 @@ def parse_record(record: Record, shard: Shard, text_key: str) -> tuple[str | Non
         except UnicodeDecodeError:
             return None, "bad_utf8"
     fields, flaw = _parse_json(record)
-    if flaw is not None:
+    if flaw == "bad_json" or flaw == "bad_utf8":
         return None, flaw
     text = fields.get(text_key) if isinstance(fields, dict) else None
     if not isinstance(text, str):
         return None, "bad_key"
+    if flaw is None:
+        return text, None
     repaired = _LONE_SURROGATE.sub("\ufffd", text)
     return repaired, None if repaired == text else "repaired"
 
@@ -94,12 +96,13 @@ def _holds_json(shard: Shard) -> bool:
 
 
 def _parse_json(record: bytes) -> tuple[Any, Flaw | None]:
+    """Return what a line holds, "repaired" where it may hold half surrogate pairs."""
     try:
         return orjson.loads(record), None
-    except orjson.JSONDecodeError:  # also for lone surrogates, which json takes
+    except orjson.JSONDecodeError:
         pass
     try:
-        return json.loads(record.decode()), None
+        return json.loads(record.decode()), "repaired"
     except UnicodeDecodeError:
         return None, "bad_utf8"
     except (ValueError, RecursionError):
