@@ -88,8 +88,8 @@ def read_all(shard, block_bytes=20_000, part=WHOLE):
 def sentence(shard, reason: str) -> str:
     return (
         f"{shard.path}: the file cannot be read as {shard.format} ({reason}); replace it, or take "
-        "it out of the source's files, or set data.on_damaged_shard skip_rest to read what comes "
-        "before."
+        "it out of the source's files, or set data.on_damaged_shard skip_rest to train on what "
+        "comes before."
     )
 
 

@@ -76,6 +76,6 @@ def describe_damage(shard: Shard, reason: object) -> str:
     """Return the sentence about a file that cannot be read as its format."""
     return (
         f"{shard.path}: the file cannot be read as {shard.format} ({reason}); replace it, or take "
-        "it out of the source's files, or set data.on_damaged_shard skip_rest to read what comes "
-        "before."
+        "it out of the source's files, or set data.on_damaged_shard skip_rest to train on what "
+        "comes before."
     )

@@ -154,7 +154,7 @@ def test_it_stops_the_stream_by_its_name_and_with_the_ways_out(damage) -> None:
     assert reason in message
     assert message.endswith(
         "); replace it, or take it out of the source's files, or set data.on_damaged_shard "
-        "skip_rest to read what comes before."
+        "skip_rest to train on what comes before."
     )
     assert data.counters(position)["web"]["damaged_shards"] == 0
 
