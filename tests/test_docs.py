@@ -164,8 +164,8 @@ def test_metrics_have_the_names_that_train_gives_them() -> None:
 
 
 def test_counters_have_the_names_that_the_data_gives_them() -> None:
+    from openelm_jax.data.columns import Column
     from openelm_jax.data.position import Position, count
-    from openelm_jax.data.source_lane import Column
 
     table_NSC = np.zeros((1, 1, len(Column)), np.int64)
     counters = count(Position(step=0, fingerprint={}, lanes=range(1), table_NSC=table_NSC), 0)

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from openelm_jax.data import order
+from openelm_jax.data.columns import BAD, Column
 from openelm_jax.data.engine import DatasetIterator, IterDataset
-from openelm_jax.data.source_lane import BAD, Column, Plan, SourceLane
+from openelm_jax.data.source_lane import Plan, SourceLane
 from openelm_jax.data.text import BadRecordLimit
 
 

@@ -2,7 +2,7 @@
 
 A table of integers, one row for each source in each lane, which knows nothing of hosts, workers
 or prefetching, and the fingerprint of everything else that decides the rows.
-Axes: N lanes, S sources, C columns (`source_lane.Column`).
+Axes: N lanes, S sources, C columns (`columns.Column`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from openelm_jax.data.source_lane import COUNTERS, Column
+from openelm_jax.data.columns import COUNTERS, Column
 from openelm_jax.errors import UserError
 
 VERSION = 2

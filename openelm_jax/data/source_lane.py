@@ -12,27 +12,18 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import IntEnum
-from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from openelm_jax.data import order
+from openelm_jax.data.columns import BAD, Column
 from openelm_jax.data.engine import DatasetIterator
+from openelm_jax.data.filters import accept, pad_id, read_text
 from openelm_jax.data.manifest import Manifest, Shard
 from openelm_jax.data.packing import Packer, RowQueue
 from openelm_jax.data.readers import Part, Reader, Record, open_reader
-from openelm_jax.data.text import (
-    BadRecordLimit,
-    TextRules,
-    corenet_row,
-    cut_long,
-    encode_piece,
-    parse_record,
-    passes_char_filter,
-    pieces_of,
-)
+from openelm_jax.data.text import BadRecordLimit, TextRules
 from openelm_jax.errors import UserError
 from openelm_jax.tokenizer import Tokenizer
 
@@ -41,40 +32,6 @@ from openelm_jax.tokenizer import Tokenizer
 MAX_BARREN_RECORDS = 1_000_000
 MAX_BARREN_SECONDS = 60.0
 BARREN_RECORDS_TO_BE_SURE = 1_000
-
-
-class Column(IntEnum):
-    """The state of one source in one lane."""
-
-    EPOCH = 0
-    SHARD = 1  # place in this epoch's order of the lane's shards
-    BLOCK = 2  # position of the block in the shard
-    RECORD = 3  # number of the block's first record
-    INDEX = 4  # place in the shuffled block
-    SKIP = 5  # tokens of the document before the next row; rows of it with packing=corenet
-    RECORDS = 6
-    BYTES = 7
-    CHARS = 8
-    CUT_CHARS = 9
-    CHAR_FILTER_DOCUMENTS = 10
-    CHAR_FILTER_CHARS = 11
-    TOKEN_FILTER_DOCUMENTS = 12
-    TOKEN_FILTER_TOKENS = 13
-    KEPT_DOCUMENTS = 14
-    KEPT_TOKENS = 15
-    TRUNCATED_TOKENS = 16
-    PADDED_TOKENS = 17
-    BAD_JSON = 18
-    BAD_UTF8 = 19
-    BAD_KEY = 20
-    REPAIRED = 21
-    SHARDS = 22  # read to their end
-    DAMAGED_SHARDS = 23
-    ROWS = 24
-
-
-COUNTERS = tuple(column for column in Column if column >= Column.RECORDS)
-BAD = (Column.BAD_JSON, Column.BAD_UTF8, Column.BAD_KEY)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +59,7 @@ class Plan:
     @property
     def pad_id(self) -> int | None:
         """What fills rows up; None where none need be."""
-        return self.tokenizer.vocab_size if self.rules.packing == "corenet" else None
+        return pad_id(self.tokenizer, self.rules)
 
     def first_states_NSC(self) -> np.ndarray:
         """Return the state of every lane before the first batch."""
@@ -177,7 +134,8 @@ class SourceLane(DatasetIterator):
         self._epoch_shards = [
             self._shards[place] for place in order.permutation(key, len(self._shards))
         ]
-        self._records_of_epoch = self._kept_of_epoch = self._barren = 0
+        self._records_of_epoch = self._barren = 0
+        self._has_kept = False
 
     def _open_document(self) -> Iterator[bool]:
         """Return what gives the next document with text to the packer, a part a step."""
@@ -189,8 +147,7 @@ class SourceLane(DatasetIterator):
             text = self._read_text(number, record)
             if text is not None:
                 self._packer.begin(before)
-                pack = self._pack_rows if self._plan.rules.packing == "corenet" else self._pack
-                return self._checked(before, pack(text))
+                return self._checked(before, self._pack(text))
 
     def _checked(self, before: np.ndarray, document: Iterator[bool]) -> Iterator[bool]:
         """Pass a document on; the one that a restored position names has to be as it was."""
@@ -259,84 +216,29 @@ class SourceLane(DatasetIterator):
         ]
 
     def _read_text(self, number: int, record: Record) -> str | None:
-        """Return the text of a record, or None when it is bad, and count it."""
-        now = self._now
-        text, flaw = parse_record(record, self._shard, self._source.text_key)
+        """Return the text of a record, or None when it is bad."""
+        text, flaw = read_text(
+            record, self._shard, self._source.text_key, self._plan.rules, self._now
+        )
         self._limit.count(self._shard, number, record, flaw, self._part)
-        now[Column.RECORDS] += 1
         self._records_of_epoch += 1
         self._barren += 1
-        if flaw is not None:
-            now[Column[flaw.upper()]] += 1
         if self._barren >= MAX_BARREN_RECORDS or (
             self._barren >= BARREN_RECORDS_TO_BE_SURE
             and time.monotonic() - self._kept_at > MAX_BARREN_SECONDS
         ):
             self._refuse_barren(f"the last {self._barren} records")
-        if text is None:
-            return None
-        now[Column.CHARS] += len(text)
-        now[Column.BYTES] += len(text) if text.isascii() else len(text.encode())
-        kept = cut_long(text, self._plan.rules)
-        now[Column.CUT_CHARS] += len(text) - len(kept)
-        return kept
+        return text
 
     def _pack(self, text: str) -> Iterator[bool]:
-        """Give a document that passes the filters to the packer, part by part."""
-        now, rules = self._now, self._plan.rules
-        if not self._passes_char_filter(text):
-            return
-        parts = encode_piece(text, self._plan.tokenizer, rules)
-        first, count = [], 0
-        for part in parts:
-            first.append(part)
-            count += len(part)
-            if count >= rules.min_tokens:
-                break
-        if not self._passes_token_filter(count):
-            return
-        count = 0
-        for part in chain(first, parts):
-            count += len(part)
-            self._packer.extend(part)
-            yield True
-        now[Column.KEPT_DOCUMENTS] += 1
-        now[Column.KEPT_TOKENS] += count
-
-    def _pack_rows(self, text: str) -> Iterator[bool]:
-        """Queue a row for each piece of a document that passes the filters (CoreNet)."""
-        now, plan = self._now, self._plan
-        assert plan.pad_id is not None
-        for piece in pieces_of(text, plan.rules):
-            if not self._passes_char_filter(piece):
-                continue
-            tokens = np.concatenate(list(encode_piece(piece, plan.tokenizer, plan.rules)))
-            if not self._passes_token_filter(len(tokens)):
-                continue
-            row, truncated, padded = corenet_row(tokens, plan.rules.row_length, plan.pad_id)
-            now[Column.KEPT_DOCUMENTS] += 1
-            now[Column.KEPT_TOKENS] += len(tokens)
-            now[Column.TRUNCATED_TOKENS] += truncated
-            now[Column.PADDED_TOKENS] += padded
-            self._packer.extend(row)
-            yield True
-
-    def _passes_char_filter(self, piece: str) -> bool:
-        if passes_char_filter(piece, self._plan.rules):
-            return True
-        self._now[Column.CHAR_FILTER_DOCUMENTS] += 1
-        self._now[Column.CHAR_FILTER_CHARS] += len(piece)
-        return False
-
-    def _passes_token_filter(self, tokens: int) -> bool:
-        if tokens >= self._plan.rules.min_tokens:
-            self._kept_of_epoch += 1
+        """Give what the filters leave of a document to the packer, part by part."""
+        plan = self._plan
+        for tokens in accept(text, plan.tokenizer, plan.rules, self._now):
+            self._has_kept = True
             self._barren = 0
             self._kept_at = time.monotonic()
-            return True
-        self._now[Column.TOKEN_FILTER_DOCUMENTS] += 1
-        self._now[Column.TOKEN_FILTER_TOKENS] += tokens
-        return False
+            self._packer.extend(tokens)
+            yield True
 
     def _end_epoch(self) -> None:
         if self._records_of_epoch == 0:
@@ -344,7 +246,7 @@ class SourceLane(DatasetIterator):
                 f"data.sources {self._source.name}: lane {self._lane} of {self._plan.lanes} holds "
                 "no record; lower data.lanes, or take files without records out."
             )
-        if self._kept_of_epoch == 0:
+        if not self._has_kept:
             self._refuse_barren("all records")
         if self._now[Column.EPOCH] == 0:
             self._limit.end_first_pass()
