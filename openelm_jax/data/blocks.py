@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from openelm_jax.data import storage
 from openelm_jax.data.manifest import Shard
+from openelm_jax.errors import UserError
 
 Record = bytes | None
 """A line of JSON, or the UTF-8 text itself; None is a missing text."""
@@ -70,6 +72,28 @@ def take_stride(
         next_number=number + len(records),
         damage=damage,
     )
+
+
+def read_bytes(shard: Shard, start: int, length: int) -> bytes:
+    """Return `length` bytes of a shard from `start` on, fewer only at its end.
+
+    Raises UserError when that is not where it was when the shard was listed, besides what
+    `storage.read` raises.
+    """
+    length = max(0, min(length, shard.size - start))
+    data = storage.read(shard.path, start, length)
+    if len(data) < length:
+        require_size(shard, start + len(data))
+    return data
+
+
+def require_size(shard: Shard, size: int) -> None:
+    """Raise UserError when `size` is not what the shard had when it was listed."""
+    if size != shard.size:
+        raise UserError(
+            f"{shard.path}: the file had {shard.size} bytes when it was listed and has {size} now; "
+            "leave the data alone while a run reads it, and start again."
+        )
 
 
 def describe_damage(shard: Shard, reason: object) -> str:

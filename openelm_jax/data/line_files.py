@@ -1,6 +1,6 @@
 """The lines of .jsonl, .jsonl.gz and .jsonl.zst, from any line on.
 
-Positions are byte offsets of the uncompressed text. Only `storage.read` touches files, so nothing
+Positions are byte offsets of the uncompressed text. Only `read_bytes` touches files, so nothing
 is open between blocks. A compressed text that is read on keeps its decompressor; one that is read
 from the middle is decompressed up to there once.
 """
@@ -14,8 +14,15 @@ from typing import Protocol
 
 import zstandard
 
-from openelm_jax.data import storage
-from openelm_jax.data.blocks import WHOLE, Block, Part, Record, describe_damage, take_stride
+from openelm_jax.data.blocks import (
+    WHOLE,
+    Block,
+    Part,
+    Record,
+    describe_damage,
+    read_bytes,
+    take_stride,
+)
 from openelm_jax.data.manifest import Shard
 
 # The parts of a plain text are ranges of bytes when these are at least so long.
@@ -138,8 +145,7 @@ class _PlainText:
         self._shard = shard
 
     def read(self, position: int, length: int) -> bytes:
-        length = min(length, self._shard.size - position)
-        return storage.read(self._shard.path, position, length) if length > 0 else b""
+        return read_bytes(self._shard, position, length)
 
 
 class _CompressedText:
@@ -233,6 +239,6 @@ def _decompress(shard: Shard) -> Iterator[bytes]:
 
 def _pieces(shard: Shard) -> Iterator[bytes]:
     for start in range(0, shard.size, INPUT_BYTES):
-        data = storage.read(shard.path, start, min(INPUT_BYTES, shard.size - start))
+        data = read_bytes(shard, start, INPUT_BYTES)
         for at in range(0, len(data), PIECE_BYTES):
             yield data[at : at + PIECE_BYTES]

@@ -25,6 +25,8 @@ from openelm_jax.data.blocks import (
     Reader,
     Record,
     describe_damage,
+    read_bytes,
+    require_size,
     take_stride,
 )
 from openelm_jax.data.manifest import Shard
@@ -53,12 +55,7 @@ def open_reader(shard: Shard, text_key: str, block_bytes: int, part: Part = WHOL
     """
     if shard.format == "demo":
         return _DemoReader(shard, part)
-    size = storage.size_of(shard.path)
-    if size != shard.size:
-        raise UserError(
-            f"{shard.path}: the file had {shard.size} bytes when it was listed and has {size} now; "
-            "leave the data alone while a run reads it, and start again."
-        )
+    require_size(shard, storage.size_of(shard.path))
     match shard.format:
         case "parquet":
             return record_files.ParquetReader(shard, text_key, block_bytes, part)
@@ -153,7 +150,7 @@ class _TextReader:
         assert (position, number) == (0, 0)
         if not self._is_mine:
             return Block([], [], None, 1)
-        return Block([storage.read(self._shard.path, 0, self._shard.size)], [0], None, 1)
+        return Block([read_bytes(self._shard, 0, self._shard.size)], [0], None, 1)
 
 
 class _DemoReader:

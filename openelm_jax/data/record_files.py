@@ -21,6 +21,7 @@ from openelm_jax.data.blocks import (
     Part,
     Record,
     describe_damage,
+    read_bytes,
     take_stride,
 )
 from openelm_jax.data.manifest import Shard
@@ -167,8 +168,7 @@ class _RangeFile:
     def __init__(self, shard: Shard) -> None:
         self.index: Any = None
         self.is_remote = storage.is_url(shard.path)
-        self._path = shard.path
-        self._size = shard.size
+        self._shard = shard
         self._position = 0
         self._kept_at, self._kept = 0, b""
 
@@ -179,7 +179,7 @@ class _RangeFile:
         return True
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        self._position = offset + (0, self._position, self._size)[whence]
+        self._position = offset + (0, self._position, self._shard.size)[whence]
         return self._position
 
     def tell(self) -> int:
@@ -191,7 +191,7 @@ class _RangeFile:
         if offset >= 0 and offset + length <= len(self._kept):
             data = self._kept[offset : offset + length]
         else:
-            data = storage.read(self._path, start, length)
+            data = read_bytes(self._shard, start, length)
             if self.is_remote:
                 self._kept_at, self._kept = start, data
         self._position += len(data)
