@@ -220,14 +220,14 @@ class BadRecordLimit:
         if self._last is not None:
             shard, number, record, flaw, part = self._last
             where = locate(shard, number, part)
-            last = f"the last at {where} ({_FLAWS[flaw]}: {_excerpt(record)})"
+            last = f"the last at {where} ({FLAWS[flaw]}: {_excerpt(record)})"
         raise UserError(
             f"data.sources {self._source}: {self.bad} of {self.records} records are bad, {last}; "
             f"mend the data, or raise data.max_bad_fraction ({self._max_bad_fraction})."
         )
 
 
-_FLAWS = {
+FLAWS = {
     "bad_json": "not JSON",
     "bad_utf8": "not UTF-8",
     "bad_key": "no text under the text_key",
@@ -304,7 +304,7 @@ def _check_block(source: Source, shard: Shard, block: Block) -> None:
     assert flaws[0] is not None
     cure = "set the source's text_key, or " if "bad_key" in flaws else ""
     raise UserError(
-        f"{where} and all records after it are bad ({_FLAWS[flaws[0]]}: "
+        f"{where} and all records after it are bad ({FLAWS[flaws[0]]}: "
         f"{_excerpt(block.records[0])}); {cure}point the source's files at the data."
     )
 
