@@ -116,7 +116,8 @@ class ParquetReader:
         kind = schema.field(self._text_key).type
         if pyarrow.types.is_dictionary(kind):
             kind = kind.value_type
-        tests = ("string", "large_string", "string_view", "binary", "large_binary")
+        # Where every text is missing, or there is no row, a column may have no type: null.
+        tests = ("string", "large_string", "string_view", "binary", "large_binary", "null")
         if not any(getattr(pyarrow.types, f"is_{test}")(kind) for test in tests):
             raise UserError(
                 f"{self._shard.path}: the column {self._text_key!r} holds {kind}, not text; "

@@ -90,6 +90,7 @@ class SourceLane(DatasetIterator):
         self.set_state(state_C)
 
     def __next__(self) -> np.ndarray:
+        self._waiting_since = time.monotonic()
         while not self._packer.is_ready():
             if next(self._document, None) is None:
                 self._document = self._open_document()
@@ -120,17 +121,18 @@ class SourceLane(DatasetIterator):
         self._document = iter(())
         self._records: list[tuple[int, Record]] | None = None
         self._reader: Reader | None = None
-        self._kept_at = time.monotonic()
         self._begin_epoch()
 
     def _begin_epoch(self) -> None:
-        key = (
-            self._plan.seed,
-            order.EPOCH,
-            self._source_index,
-            self._lane,
-            int(self._now[Column.EPOCH]),
-        )
+        epoch, most = int(self._now[Column.EPOCH]), self._source.max_epochs
+        if most is not None and epoch >= most:
+            raise UserError(
+                f"data.sources {self._source.name}: lane {self._lane} of {self._plan.lanes} has "
+                f"read its part max_epochs ({most}) times and the next row needs more; raise "
+                "max_epochs, or end the run here (a lower weight, or fewer training.steps, would "
+                "have made it last)."
+            )
+        key = (self._plan.seed, order.EPOCH, self._source_index, self._lane, epoch)
         self._epoch_shards = [
             self._shards[place] for place in order.permutation(key, len(self._shards))
         ]
@@ -217,17 +219,17 @@ class SourceLane(DatasetIterator):
 
     def _read_text(self, number: int, record: Record) -> str | None:
         """Return the text of a record, or None when it is bad."""
+        if self._barren >= MAX_BARREN_RECORDS or (
+            self._barren >= BARREN_RECORDS_TO_BE_SURE
+            and time.monotonic() - self._waiting_since > MAX_BARREN_SECONDS
+        ):
+            self._refuse_barren(f"the last {self._barren} records")
         text, flaw = read_text(
             record, self._shard, self._source.text_key, self._plan.rules, self._now
         )
         self._limit.count(self._shard, number, record, flaw, self._part)
         self._records_of_epoch += 1
         self._barren += 1
-        if self._barren >= MAX_BARREN_RECORDS or (
-            self._barren >= BARREN_RECORDS_TO_BE_SURE
-            and time.monotonic() - self._kept_at > MAX_BARREN_SECONDS
-        ):
-            self._refuse_barren(f"the last {self._barren} records")
         return text
 
     def _pack(self, text: str) -> Iterator[bool]:
@@ -236,7 +238,7 @@ class SourceLane(DatasetIterator):
         for tokens in accept(text, plan.tokenizer, plan.rules, self._now):
             self._has_kept = True
             self._barren = 0
-            self._kept_at = time.monotonic()
+            self._waiting_since = time.monotonic()
             self._packer.extend(tokens)
             yield True
 
@@ -251,13 +253,6 @@ class SourceLane(DatasetIterator):
         if self._now[Column.EPOCH] == 0:
             self._limit.end_first_pass()
         self._now[Column.EPOCH] += 1
-        if self._now[Column.EPOCH] == self._source.max_epochs:
-            raise UserError(
-                f"data.sources {self._source.name}: lane {self._lane} of {self._plan.lanes} has "
-                f"read its part max_epochs ({self._source.max_epochs}) times and the next row "
-                "needs more; raise max_epochs, or end the run here (a lower weight, or fewer "
-                "training.steps, would have made it last)."
-            )
         self._now[Column.SHARD] = 0
         self._begin_epoch()
 
