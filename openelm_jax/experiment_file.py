@@ -76,7 +76,10 @@ def from_json(text: str | bytes, where: str = "experiment") -> Experiment:
 
 
 def differing_fields(a: Experiment, b: Experiment) -> list[str]:
-    """Return one line for each dotted field in which two experiments differ: `field: a, b`."""
+    """Return one line for each dotted field in which two experiments differ: `field: a, b`.
+
+    A source's fields go by its name: `data.sources.web.weight`.
+    """
     flat_a, flat_b = _flatten(dataclasses.asdict(a)), _flatten(dataclasses.asdict(b))
     return [
         f"{name}: {flat_a.get(name)!r}, {flat_b.get(name)!r}"
@@ -138,4 +141,7 @@ def _flatten(value: Any, where: str = "") -> dict[str, Any]:
             for key, inner in value.items()
             for name, leaf in _flatten(inner, f"{where}.{key}" if where else key).items()
         }
+    if isinstance(value, tuple) and value and isinstance(value[0], dict):
+        by_name = {element["name"]: element for element in value}
+        return {where: tuple(by_name), **_flatten(by_name, where)}
     return {where: value}

@@ -102,7 +102,8 @@ def test_weights_may_change_only_when_that_is_said(experiment, tmp_path):
     begin(tmp_path)
     (only,) = experiment.data.sources
     changed = with_changes(experiment, "data", sources=(dataclasses.replace(only, weight=2.0),))
-    with pytest.raises(UserError, match=r"made by another experiment .*data\.sources"):
+    expected = r": data\.sources\.text\.weight: 1\.0, 2\.0\. .*, or go on .* by --reweight\.$"
+    with pytest.raises(UserError, match=expected):
         check_run(tmp_path, changed)
     check_run(tmp_path, changed, reweight=True)
 

@@ -40,9 +40,13 @@ def check_run(run: Path, experiment: Experiment, *, reweight: bool = False) -> N
         _what_counts(before, reweight), _what_counts(experiment, reweight)
     )
     if differences:
+        only_weights = not differing_fields(
+            _what_counts(before, reweight=True), _what_counts(experiment, reweight=True)
+        )
         raise UserError(
             f"{run} was made by another experiment (field: there, now): "
-            f"{'; '.join(differences)}. Choose another --run, or undo the difference."
+            f"{'; '.join(differences)}. Choose another --run, or undo the difference"
+            f"{', or go on with these weights by --reweight' if only_weights else ''}."
         )
 
 
