@@ -24,6 +24,7 @@ VERBS = {
     "generate": "text from a checkpoint",
     "export": "weights for PyTorch, Hugging Face, MLX, ...",
     "plan": "layers, parameters and FLOPs of an experiment",
+    "data_report": "documents and tokens of a run or mixture, kept and dropped",
 }
 
 
@@ -101,7 +102,7 @@ def openelm() -> NoReturn:
     verb, *argv = sys.argv[1:] or ["--help"]
     if verb in ("-h", "--help"):
         print("usage: openelm VERB [--help | --FLAG VALUE ...]\n")
-        print("\n".join(f"  {name:<10}{purpose}" for name, purpose in VERBS.items()))
+        print("\n".join(f"  {name:<13}{purpose}" for name, purpose in VERBS.items()))
         sys.exit(0)
     if verb not in VERBS:
         near = _nearest(verb, list(VERBS))

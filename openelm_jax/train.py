@@ -46,6 +46,7 @@ def main(argv: list[str]) -> None:
     import jax
     import jax.numpy as jnp
 
+    from openelm_jax.data.audit import audit_position, summary_lines
     from openelm_jax.data.pipeline import Position, open_data, validation_set
     from openelm_jax.model.decoder import Decoder, init_params
     from openelm_jax.model.scaling import flops_per_token, parameter_count
@@ -123,6 +124,7 @@ def main(argv: list[str]) -> None:
     device = jax.devices()[0].device_kind
     peak = peak_flops(device)
     looked_at: set[int] = set()
+    saved: Position | None = None
 
     # --- What happens beside the steps.
     def log(logged: Logged) -> None:
@@ -144,11 +146,13 @@ def main(argv: list[str]) -> None:
         bar.update(logged.step, figures["train/loss"], tokens_per_second)
 
     def save(step: int, state: TrainState, position: Position) -> None:
+        nonlocal saved
+        saved = whole_position(position)
         checkpointer.save(
             step,
             params=state.params,
             optimizer=optimizer_item(state),
-            data=whole_position(position).to_json(),
+            data=saved.to_json(),
         )
 
     def look(step: int, params: dict) -> None:
@@ -223,6 +227,8 @@ def main(argv: list[str]) -> None:
             )
             if done == training.steps and done not in looked_at:
                 look(done, state.params)
+    for line in [] if saved is None else summary_lines(audit_position(saved)):
+        _say(line)
     _say(f"{directory}: step {done:,} saved, {time.perf_counter() - began:.0f} s in all")
     if signals.arrived() and not (done == training.steps and done in looked_at):
         sys.exit(128 + signals.number)

@@ -34,11 +34,11 @@ def load_weights(where: str | Path, tokenizer_path: str | Path | None = None) ->
 
     `tokenizer_path` supplies or overrides the tokenizer. Raises UserError for anything else.
     """
-    path, step = _split_step(str(where))
+    path, step = split_step(str(where))
     if (path / "experiment.json").is_file():
         file = path / "experiment.json"
         experiment = from_json(file.read_bytes(), str(file))
-        step = _choose_step(path, step)
+        step = choose_step(path, step)
         config, params = experiment.model, load_params(step_directory(path, step))
         source = f"{path}@{step}"
     elif step is None and (path / "config.json").is_file():
@@ -56,7 +56,8 @@ def load_weights(where: str | Path, tokenizer_path: str | Path | None = None) ->
     return Weights(config, params, tokenizer, source)
 
 
-def _choose_step(run: Path, step: int | None) -> int:
+def choose_step(run: Path, step: int | None) -> int:
+    """Return a saved step of a run, the latest if none is asked for; raises UserError otherwise."""
     latest = latest_step(run)
     if latest is None:
         raise UserError(
@@ -67,7 +68,7 @@ def _choose_step(run: Path, step: int | None) -> int:
     return latest if step is None else step
 
 
-def _split_step(where: str) -> tuple[Path, int | None]:
+def split_step(where: str) -> tuple[Path, int | None]:
     """Split RUN@STEP; a path that exists as it stands has no step."""
     run, at, step = where.rpartition("@")
     if at and step.isdecimal() and not Path(where).exists():

@@ -83,6 +83,22 @@ def load_params(directory: str | Path) -> Params:
         handler.close()
 
 
+def load_data_position(directory: str | Path) -> dict[str, Any]:
+    """Return the position of the data in a step directory as plain values, verified.
+
+    Raises UserError naming the damaged file.
+    """
+    directory = Path(directory).absolute()
+    damage = find_damage(directory, ["data"])
+    if damage is not None:
+        raise UserError(f"{directory}: {damage}; use another step of the run.")
+    handler = ocp.JsonCheckpointHandler()
+    try:
+        return handler.restore(directory / "data")
+    finally:
+        handler.close()
+
+
 def write_checksums(directory: Path) -> None:
     """Write the SHA-256 of every file below `directory` into its `checksums.json`."""
     files = {name: _sha256(directory / name) for name in _file_names(directory)}
