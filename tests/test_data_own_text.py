@@ -1,4 +1,4 @@
-"""The README's command for one's own text works for any folder of the three formats."""
+"""The README's command for one's own text works for a folder of any of its formats."""
 
 import re
 import shlex
@@ -26,8 +26,10 @@ def experiment_of_the_readme():
     [
         ("a.jsonl",),
         ("a.jsonl.gz",),
+        ("a.jsonl.zst",),
         ("folder/a.parquet",),
-        ("a.jsonl", "folder/b.jsonl.gz", "folder/deep/c.parquet"),
+        ("folder/a.txt",),
+        ("a.jsonl", "folder/b.jsonl.gz", "folder/deep/c.parquet", "d.txt"),
     ],
 )
 def test_the_printed_command_reads_a_document_of_each_file(tmp_path, monkeypatch, names):

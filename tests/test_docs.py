@@ -169,7 +169,7 @@ def test_counters_have_the_names_that_the_data_gives_them() -> None:
 
     table_NSC = np.zeros((1, 1, len(Column)), np.int64)
     counters = count(Position(step=0, fingerprint={}, lanes=range(1), table_NSC=table_NSC), 0)
-    cells = first_cells(section("docs/data.md", "Counters"))
+    cells = first_cells(section("docs/data-reference.md", "Counters"))
     assert {name for cell in cells for name in INLINE.findall(cell)} == counters.keys()
 
 
@@ -234,7 +234,8 @@ def test_an_experiment_of_the_pages_is_an_experiment(folder_of_the_reader: Path)
 def sentences(call: str | None = None) -> Iterator[str]:
     """Yield the texts in the files that look at data, with … for what is filled in; if `call` is
     given, those that it is called with."""
-    files = [*sorted((PACKAGE / "data").glob("*.py")), PACKAGE / "tokenizer.py"]
+    others = ("tokenizer.py", "training/feed.py", "training/run_directory.py")
+    files = [*sorted((PACKAGE / "data").glob("*.py")), *(PACKAGE / name for name in others)]
     for path in files if call else [*files, PACKAGE / "train.py"]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if call:
@@ -251,7 +252,8 @@ def sentences(call: str | None = None) -> Iterator[str]:
 
 
 def test_every_refusal_of_the_data_is_listed_and_no_other() -> None:
-    listed = [cell.strip("`") for cell in first_cells(section("docs/data.md", "Refusals"))]
+    table = section("docs/data-reference.md", "Refusals")
+    listed = [cell.strip("`") for cell in first_cells(table)]
     raised, written = list(sentences("UserError")), list(sentences())
     assert len(raised) > 25
     for message in raised:

@@ -148,10 +148,10 @@ def test_todays_corpora_are_read_as_they_are_published(tmp_path, name, mixture, 
     assert experiment.training == paper.training
 
 
-def test_the_page_on_the_paper_lists_the_mixture():
-    page = (Path(__file__).parent.parent / "docs" / "reproducing.md").read_text(encoding="utf-8")
+def test_the_page_on_data_lists_the_mixture():
+    page = (Path(__file__).parent.parent / "docs" / "data.md").read_text(encoding="utf-8")
     rows = [
-        f"| `{s.name}` | `{s.root}` | `{s.files[0]}` | `{s.text_key}` | {s.weight:g} |"
-        for s in openelm()
+        f"| {i} | `{s.name}` | `{s.root}` | `{s.files[0]}` | `{s.text_key}` | {s.weight:g} |"
+        for i, s in enumerate(openelm())
     ]
     assert "\n".join(rows) in page
