@@ -24,6 +24,7 @@ VERBS = {
     "generate": "text from a checkpoint",
     "export": "weights for PyTorch, Hugging Face, MLX, ...",
     "plan": "layers, parameters and FLOPs of an experiment",
+    "benchmark": "how fast, beside the targets: data",
     "data_report": "documents and tokens of a run or mixture, kept and dropped",
 }
 

@@ -1,0 +1,99 @@
+"""What a benchmark found: figures beside their targets, and the machine that they are of."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """One measured or counted value."""
+
+    part: str
+    name: str
+    """Short, for programs."""
+    value: float
+    unit: str
+    meaning: str
+    least: float | None = None
+    """Target: not below this."""
+    most: float | None = None
+    """Target: not above this."""
+    low: float | None = None
+    """Smallest of the repetitions of which `value` is the median."""
+    high: float | None = None
+    repetitions: int = 1
+
+    @property
+    def is_reached(self) -> bool | None:
+        """Whether the target is reached; None without one."""
+        if self.least is None and self.most is None:
+            return None
+        return (self.least is None or self.value >= self.least) and (
+            self.most is None or self.value <= self.most
+        )
+
+
+def describe_machine() -> dict[str, str]:
+    """Return processor, cores, load, system, versions and date."""
+    packages = ("sentencepiece", "grain", "numpy", "pyarrow")
+    return {
+        "date": datetime.datetime.now().astimezone().isoformat(timespec="minutes"),
+        "processor": _processor(),
+        "cores": str(_cores()),
+        "load": ", ".join(f"{load:.1f}" for load in os.getloadavg()),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+    } | {name: importlib.metadata.version(name) for name in packages}
+
+
+def format_figures(machine: dict[str, str], figures: list[Figure]) -> str:
+    """Return the lines that people read."""
+    lines = [f"{name}: {value}" for name, value in machine.items()]
+    part = None
+    for figure in figures:
+        if figure.part != part:
+            lines += ["", figure.part]
+            part = figure.part
+        lines.append(f"  {_format_value(figure):>16}  {figure.meaning}{_format_target(figure)}")
+    return "\n".join(lines)
+
+
+def _format_value(figure: Figure) -> str:
+    return f"{_short(figure.value)} {figure.unit}".rstrip()
+
+
+def _format_target(figure: Figure) -> str:
+    notes = []
+    if figure.low is not None and figure.high is not None:
+        spread = f"{_short(figure.low)} to {_short(figure.high)}"
+        notes.append(f"median of {figure.repetitions}: {spread}")
+    for sign, bound in (("at least", figure.least), ("at most", figure.most)):
+        if bound is not None:
+            verdict = "reached" if figure.is_reached else "MISSED"
+            notes.append(f"target {sign} {_short(bound)}: {verdict}")
+    return f" ({'; '.join(notes)})" if notes else ""
+
+
+def _short(value: float) -> str:
+    if float(value).is_integer():
+        return f"{int(value):,}"
+    return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
