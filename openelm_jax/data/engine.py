@@ -6,8 +6,7 @@ import os
 import signal
 import sys
 import threading
-import weakref
-from multiprocessing import parent_process
+from multiprocessing import parent_process, util
 from typing import Any
 
 from absl import flags
@@ -43,8 +42,10 @@ class _Watched(DatasetIterator):
         super().__init__()
         self._who = who
         self._elements = [elements]
-        # Grain's iterators complain when the interpreter finds them open, or at all, at its end.
-        self._end = weakref.finalize(self, _close, self._elements)
+        # Grain's iterators complain when the interpreter finds them open, or at all, at its end,
+        # and multiprocessing waits for ever for processes that SIGTERM does not end. They must go
+        # before the pool of threads (priority 15) that gives Grain's shared memory back.
+        self._end = util.Finalize(self, _close, (self._elements,), exitpriority=100)
 
     def __next__(self) -> Any:
         try:
@@ -74,10 +75,11 @@ def _close(elements: list[DatasetIterator]) -> None:
 
 
 def _begin_worker(index: int, count: int) -> None:
-    """Keep a worker from the accelerator and from the terminal's Ctrl-C, and alive no longer than
-    its parent."""
+    """Keep a worker from the accelerator and from what is said to all processes of a job (a
+    terminal's Ctrl-C, a scheduler's SIGTERM), and alive no longer than its parent."""
     del index, count
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     os.environ["JAX_PLATFORMS"] = "cpu"
     if "jax" in sys.modules:  # Grain has imported it, and nothing here uses it
         sys.modules["jax"].config.update("jax_platforms", "cpu")
