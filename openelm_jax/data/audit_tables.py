@@ -112,8 +112,8 @@ def _whole_sources(audit: Audit) -> Table:
     headings = [
         "weight",
         "files",
-        "bytes",
         "read\nwhole",
+        "bytes",
         "tokens\nkept",
         "epochs\nof the run",
     ]
@@ -123,13 +123,13 @@ def _whole_sources(audit: Audit) -> Table:
         assert sample is not None
         return [
             _number(sample.num_shards),
-            _number(sample.num_bytes),
             _number(source.counters["shards"]),
+            _number(sample.num_bytes),
             _estimate(source),
             _epochs(sample.epochs),
         ]
 
-    return _mixture_table("Whole sources", headings, audit, cells)
+    return _mixture_table("Whole sources, estimated", headings, audit, cells)
 
 
 def _mixture_table(
@@ -240,13 +240,19 @@ def _estimate(source: SourceAudit) -> str:
         return "unknown"
     if source.counters["shards"] == source.sample.num_shards:
         return _number(tokens)
-    return _number(int(float(f"{tokens:.2g}")))
+    return _number(_rounded(tokens))
 
 
 def _epochs(epochs: float | None) -> str:
     if epochs is None:
         return "unknown"
-    return "<0.01" if epochs < 0.01 else f"{epochs:.2g}" if epochs < 10 else _number(round(epochs))
+    return (
+        "<0.01" if epochs < 0.01 else f"{epochs:.2g}" if epochs < 10 else _number(_rounded(epochs))
+    )
+
+
+def _rounded(estimate: float) -> int:
+    return int(float(f"{estimate:.2g}"))
 
 
 def _percent(part: float) -> str:
