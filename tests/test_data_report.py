@@ -283,7 +283,7 @@ def test_the_shares_of_corenets_rows_are_of_pieces_and_of_the_row(tmp_path):
     assert shares["kept"] == pytest.approx(2 / 3)
     assert shares["token_filter"] == pytest.approx(1 / 3)
     assert shares["padded"] == pytest.approx((row_length - tokens) / row_length)
-    assert "2 of 3 pieces kept" in summary_lines_of(audit)
+    assert "2 of 3 pieces read through kept" in summary_lines_of(audit)
 
 
 def summary_lines_of(audit: Audit) -> str:
@@ -349,7 +349,7 @@ def test_a_run_is_reported_at_any_of_its_steps(tmp_path, train_here, report):
         assert found["sources"]["text"]["counters"] == logged
     kept, tokens = (figures[16][f"data/text/kept_{name}"] for name in ("documents", "tokens"))
     records = figures[16]["data/text/records"]
-    assert f"\ntext: {kept} of {records} documents kept, {tokens:,} tokens, " in said
+    assert f"\ntext: {kept} of {records} documents read through kept, {tokens:,} tokens, " in said
     table = report("--run", run)
     assert table.startswith(f"{run} at step 16\n")
     assert re.search(rf"text +{records} +- .*{kept} +\d+\.\d%", table)

@@ -146,7 +146,7 @@ def summary_lines(audit: Audit) -> list[str]:
     """Return a line for each source: what of it was kept, and how often it was read."""
     return [
         f"{source.name}: {c['kept_documents']:,} of "
-        f"{filtered_documents(c, audit.settings):,} {documents_or_pieces(audit)} kept, "
+        f"{filtered_documents(c, audit.settings):,} {documents_or_pieces(audit)} read through kept, "
         f"{c['kept_tokens']:,} tokens, {epochs_in_words(c)} whole "
         f"{'epoch' if c['most_epochs'] == 1 else 'epochs'}"
         for source in audit.sources
