@@ -146,8 +146,8 @@ def summary_lines(audit: Audit) -> list[str]:
     """Return a line for each source: what of it was kept, and how often it was read."""
     return [
         f"{source.name}: {c['kept_documents']:,} of "
-        f"{filtered_documents(c, audit.settings):,} {documents_or_pieces(audit)} read through kept, "
-        f"{c['kept_tokens']:,} tokens, {epochs_in_words(c)} whole "
+        f"{filtered_documents(c, audit.settings):,} {documents_or_pieces(audit)} read through "
+        f"kept, {c['kept_tokens']:,} tokens, {epochs_in_words(c)} whole "
         f"{'epoch' if c['most_epochs'] == 1 else 'epochs'}"
         for source in audit.sources
         for c in [source.counters]
