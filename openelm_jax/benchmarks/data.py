@@ -16,11 +16,12 @@ import math
 import multiprocessing
 import os
 import resource
+import signal
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ DRAWN_STEPS = 1_000
 COUNTED_STEPS = 20
 SOON = 10
 FEWEST_ROUNDS = 3
-TIMED_CALLS = 20_000
+SAMPLE_SECONDS = 0.001
 POSITIONS = 200
 # Of workers, by the clock.
 WORKER_WINDOW = 3.0
@@ -80,28 +81,24 @@ def measure_encoding(plan: Plan, seconds: float) -> list[Figure]:
     plain = dataclasses.replace(plan, global_batch_size=BATCH, lanes=1)
     recorder = _Recorder(**_fields(plan.tokenizer))
     watched = dataclasses.replace(plain, tokenizer=recorder)
-    encoder = recorder.watch(timed=False)
+    encoder = recorder.watch()
     # Text enough that opening shards and looking at the clock are lost in it.
     steps = _count_steps(watched, seconds / 15)
     texts, tokens = recorder.texts, encoder.tokens
     encode = plan.tokenizer._processor.encode
-    cost, cost_inside = _cost_of_timing()
 
     ratios: list[float] = []
     shares, rates = [], []
     end = time.monotonic() + seconds
     while len(ratios) < FEWEST_ROUNDS or time.monotonic() < end:
         pipeline_seconds = _cpu_seconds(lambda: _run(plain, steps))
-        whole_tokens, begin = 0, time.process_time()
+        whole_tokens, begin = 0, time.thread_time()
         for text in texts:
             whole_tokens += len(encode(text, out_type="numpy"))
-        whole_seconds = time.process_time() - begin
+        whole_seconds = time.thread_time() - begin
         rates.append(tokens / pipeline_seconds)
         ratios.append(rates[-1] / (whole_tokens / whole_seconds))
-        encoder = recorder.watch(timed=True)
-        timed_seconds = _cpu_seconds(lambda: _run(watched, steps))
-        inside = encoder.seconds - cost_inside * encoder.calls
-        shares.append(inside / (timed_seconds - cost * encoder.calls))
+        shares.append(_share_inside(recorder.watch(), lambda: _run(watched, steps)))
     return [
         _median("encode", "share", shares, "", "of the CPU time is in SentencePiece", least=0.93),
         _median(
@@ -280,23 +277,17 @@ def count_mixture(config: DataConfig, plan: Plan) -> list[Figure]:
 
 
 class _Encoder:
-    """A SentencePiece processor that is watched: the CPU time of its calls, or their tokens."""
+    """A SentencePiece processor that tells when it is at work, and counts its tokens."""
 
-    def __init__(self, processor: Any, timed: bool) -> None:
+    def __init__(self, processor: Any) -> None:
         self._encode = processor.encode
-        self.encode = self._time if timed else self._count
-        self.seconds = 0.0
-        self.calls = self.tokens = 0
+        self.is_inside = False
+        self.tokens = 0
 
-    def _time(self, text: Any, **options: Any) -> Any:
-        begin = time.process_time()
+    def encode(self, text: Any, **options: Any) -> Any:
+        self.is_inside = True
         ids = self._encode(text, **options)
-        self.seconds += time.process_time() - begin
-        self.calls += 1
-        return ids
-
-    def _count(self, text: Any, **options: Any) -> Any:
-        ids = self._encode(text, **options)
+        self.is_inside = False
         self.tokens += len(ids)
         return ids
 
@@ -306,41 +297,42 @@ class _Recorder(Tokenizer):
 
     texts: list[str]
 
-    def watch(self, *, timed: bool) -> _Encoder:
+    def watch(self) -> _Encoder:
         """Begin anew."""
         vars(self).pop("_processor", None)
-        encoder = _Encoder(self._processor, timed)
+        encoder = _Encoder(self._processor)
         vars(self).update(_processor=encoder, texts=[])
         return encoder
 
-    def encode_in_parts(self, text: str):
+    def encode_in_parts(self, text: str, **options: Any) -> Iterator[np.ndarray]:
         self.texts.append(text)
-        return super().encode_in_parts(text)
+        return super().encode_in_parts(text, **options)
 
 
-def _cost_of_timing() -> tuple[float, float]:
-    """Return the CPU seconds that timing adds to a call, and those of them inside its interval."""
+def _share_inside(encoder: _Encoder, function: Callable[[], None]) -> float:
+    """Return the share of the CPU time of `function` that SentencePiece takes.
 
-    class Nothing:
-        def encode(self, text: str, **options: Any) -> None:
-            return None
-
-    bare, watched = Nothing(), _Encoder(Nothing(), timed=True)
-    costs = []
-    for encoder in (bare, watched):
-        begin = time.process_time()
-        for _ in range(TIMED_CALLS):
-            encoder.encode("", out_type="numpy")
-        costs.append((time.process_time() - begin) / TIMED_CALLS)
-    inside = watched.seconds / TIMED_CALLS - costs[0]
-    return costs[1] - costs[0], max(0.0, inside)
+    A timer of CPU time looks whether it is at work: reading a clock before and after each of the
+    many short calls would cost as much as the rest of the pipeline. Python lets it look when a
+    call has returned.
+    """
+    samples: list[bool] = []
+    before = signal.signal(signal.SIGPROF, lambda *_: samples.append(encoder.is_inside))
+    signal.setitimer(signal.ITIMER_PROF, SAMPLE_SECONDS, SAMPLE_SECONDS)
+    try:
+        while not samples:
+            function()
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
+    return statistics.mean(samples)
 
 
 def _count_steps(plan: Plan, seconds: float) -> int:
     """Return how many batches take so long."""
     group = _group(plan)
-    begin, steps = time.process_time(), 0
-    while steps == 0 or time.process_time() - begin < seconds:
+    begin, steps = time.thread_time(), 0
+    while steps == 0 or time.thread_time() - begin < seconds:
         next(group)
         steps += 1
     return steps
@@ -357,9 +349,9 @@ def _group(plan: Plan) -> LaneGroupIterator:
 
 
 def _cpu_seconds(function: Callable[[], None]) -> float:
-    begin = time.process_time()
+    begin = time.thread_time()
     function()
-    return time.process_time() - begin
+    return time.thread_time() - begin
 
 
 def _seconds_of_copies(position: Any) -> list[float]:

@@ -7,7 +7,6 @@ row of `columns.Column`, whose counters are raised in place.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import chain
 
 import numpy as np
 
@@ -26,6 +25,9 @@ from openelm_jax.data.text import (
 )
 from openelm_jax.tokenizer import Tokenizer
 
+Counts = np.ndarray | list[int]
+"""A list where it is raised often: that is twice as fast."""
+
 
 def pad_id(tokenizer: Tokenizer, rules: TextRules) -> int | None:
     """Return the token that fills rows up; None where none need be."""
@@ -33,7 +35,7 @@ def pad_id(tokenizer: Tokenizer, rules: TextRules) -> int | None:
 
 
 def read_text(
-    record: Record, shard: Shard, text_key: str, rules: TextRules, counts_C: np.ndarray
+    record: Record, shard: Shard, text_key: str, rules: TextRules, counts_C: Counts
 ) -> tuple[str | None, Flaw | None]:
     """Return the text of a record, at most the longest that is used, and what is wrong with it."""
     text, flaw = parse_record(record, shard, text_key)
@@ -50,19 +52,18 @@ def read_text(
 
 
 def accept(
-    text: str, tokenizer: Tokenizer, rules: TextRules, counts_C: np.ndarray
+    text: str, tokenizer: Tokenizer, rules: TextRules, counts_C: Counts
 ) -> Iterator[np.ndarray]:
-    """Yield what the filters leave of a document, made when asked: its tokens in parts, int32
+    """Return what the filters leave of a document, made when asked: its tokens in parts, int32
     [some tokens], or with packing=corenet a row of each piece, int32 [row_length]; nothing if it is
     dropped."""
     if rules.packing == "corenet":
-        yield from _accept_pieces(text, tokenizer, rules, counts_C)
-    else:
-        yield from _accept_whole(text, tokenizer, rules, counts_C)
+        return _accept_pieces(text, tokenizer, rules, counts_C)
+    return _accept_whole(text, tokenizer, rules, counts_C)
 
 
 def _accept_whole(
-    text: str, tokenizer: Tokenizer, rules: TextRules, counts_C: np.ndarray
+    text: str, tokenizer: Tokenizer, rules: TextRules, counts_C: Counts
 ) -> Iterator[np.ndarray]:
     if not _has_chars(text, rules, counts_C):
         return
@@ -75,8 +76,8 @@ def _accept_whole(
             break
     if not _has_tokens(count, rules, counts_C):
         return
-    count = 0
-    for part in chain(first, parts):
+    yield from first
+    for part in parts:
         count += len(part)
         yield part
     counts_C[Column.KEPT_DOCUMENTS] += 1
@@ -84,7 +85,7 @@ def _accept_whole(
 
 
 def _accept_pieces(
-    text: str, tokenizer: Tokenizer, rules: TextRules, counts_C: np.ndarray
+    text: str, tokenizer: Tokenizer, rules: TextRules, counts_C: Counts
 ) -> Iterator[np.ndarray]:
     filler = pad_id(tokenizer, rules)
     assert filler is not None
@@ -102,7 +103,7 @@ def _accept_pieces(
         yield row
 
 
-def _has_chars(piece: str, rules: TextRules, counts_C: np.ndarray) -> bool:
+def _has_chars(piece: str, rules: TextRules, counts_C: Counts) -> bool:
     if passes_char_filter(piece, rules):
         return True
     counts_C[Column.CHAR_FILTER_DOCUMENTS] += 1
@@ -110,7 +111,7 @@ def _has_chars(piece: str, rules: TextRules, counts_C: np.ndarray) -> bool:
     return False
 
 
-def _has_tokens(tokens: int, rules: TextRules, counts_C: np.ndarray) -> bool:
+def _has_tokens(tokens: int, rules: TextRules, counts_C: Counts) -> bool:
     if tokens >= rules.min_tokens:
         return True
     counts_C[Column.TOKEN_FILTER_DOCUMENTS] += 1

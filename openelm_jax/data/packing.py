@@ -7,22 +7,11 @@ have used: that is what a position names.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import numpy as np
 
 Origin = TypeVar("Origin")
-
-
-@dataclass(frozen=True, eq=False)
-class _Part(Generic[Origin]):
-    """Tokens that follow one another in a document."""
-
-    origin: Origin
-    start: int
-    """Tokens of the document before these."""
-    tokens: np.ndarray
 
 
 class Packer(Generic[Origin]):
@@ -39,7 +28,8 @@ class Packer(Generic[Origin]):
         assert row_length >= 2
         self._row_length = row_length
         self._unused = skip
-        self._parts: deque[_Part[Origin]] = deque()
+        # Origin, tokens of its document before these, and these.
+        self._parts: deque[tuple[Origin, int, np.ndarray]] = deque()
         self._taken = 0  # of the first part
         self._available = 0
         self._length = 0  # of the document so far
@@ -64,13 +54,15 @@ class Packer(Generic[Origin]):
 
     def extend(self, tokens: np.ndarray) -> None:
         """Add the next tokens of the document."""
-        passed = min(self._unused, len(tokens))
-        self._unused -= passed
-        if passed < len(tokens):
-            start = self._length + passed
-            self._parts.append(_Part(self._origin, start, tokens[passed:]))
-            self._available += len(tokens) - passed
+        start = self._length
         self._length += len(tokens)
+        if self._unused:
+            passed = min(self._unused, len(tokens))
+            self._unused -= passed
+            start, tokens = start + passed, tokens[passed:]
+        if len(tokens):
+            self._parts.append((self._origin, start, tokens))
+            self._available += len(tokens)
 
     def is_ready(self) -> bool:
         """Whether there are tokens enough for a row."""
@@ -80,8 +72,8 @@ class Packer(Generic[Origin]):
         """Return the next row, [row_length]."""
         assert self.is_ready()
         pieces, needed, start = [], self._row_length, self._taken
-        for part in self._parts:
-            pieces.append(part.tokens[start : start + needed])
+        for _, _, tokens in self._parts:
+            pieces.append(tokens[start : start + needed])
             needed -= len(pieces[-1])
             start = 0
             if needed == 0:
@@ -94,13 +86,14 @@ class Packer(Generic[Origin]):
         that row; None when nothing has been added."""
         if not self._parts:
             return None
-        return self._parts[0].origin, self._parts[0].start + self._taken
+        origin, start, _ = self._parts[0]
+        return origin, start + self._taken
 
     def _advance(self, count: int) -> None:
         self._available -= count
         self._taken += count
-        while self._taken >= len(self._parts[0].tokens):
-            self._taken -= len(self._parts.popleft().tokens)
+        while self._taken >= len(self._parts[0][2]):
+            self._taken -= len(self._parts.popleft()[2])
 
 
 class RowQueue(Generic[Origin]):

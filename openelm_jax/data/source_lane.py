@@ -100,22 +100,22 @@ class SourceLane(DatasetIterator):
     def get_state(self) -> Any:
         first = self._packer.first()
         if first is not None:
-            state_C = first[0].copy()
+            state_C = np.array(first[0], dtype=np.int64)
             state_C[Column.SKIP] = first[1]
         else:
-            state_C = (self._now if self._has_read else self._restored).copy()
+            state_C = np.array(self._now if self._has_read else self._restored, dtype=np.int64)
         state_C[Column.ROWS] = self._rows
         return state_C
 
     def set_state(self, state: Any) -> None:
-        self._restored = np.array(state, dtype=np.int64)
+        self._restored: list[int] = np.asarray(state).tolist()
         self._has_read = False
         self._now = self._restored.copy()  # where the next record is, and the counters so far
         self._now[Column.SKIP] = 0
-        self._rows = int(self._restored[Column.ROWS])
-        skip = int(self._restored[Column.SKIP])
+        self._rows = self._restored[Column.ROWS]
+        skip = self._restored[Column.SKIP]
         rules = self._plan.rules
-        self._packer: Packer[np.ndarray] | RowQueue[np.ndarray] = (
+        self._packer: Packer[list[int]] | RowQueue[list[int]] = (
             RowQueue(skip) if rules.packing == "corenet" else Packer(rules.row_length, skip)
         )
         self._document = iter(())
@@ -124,7 +124,7 @@ class SourceLane(DatasetIterator):
         self._begin_epoch()
 
     def _begin_epoch(self) -> None:
-        epoch, most = int(self._now[Column.EPOCH]), self._source.max_epochs
+        epoch, most = self._now[Column.EPOCH], self._source.max_epochs
         if most is not None and epoch >= most:
             raise UserError(
                 f"data.sources {self._source.name}: lane {self._lane} of {self._plan.lanes} has "
@@ -149,18 +149,7 @@ class SourceLane(DatasetIterator):
             text = self._read_text(number, record)
             if text is not None:
                 self._packer.begin(before)
-                return self._checked(before, self._pack(text))
-
-    def _checked(self, before: np.ndarray, document: Iterator[bool]) -> Iterator[bool]:
-        """Pass a document on; the one that a restored position names has to be as it was."""
-        expected = self._packer.unused > 0
-        place = slice(Column.EPOCH, Column.SKIP)
-        if expected and (before[place] != self._restored[place]).any():
-            self._refuse_changed()
-        yield from document
-        self._packer.end()
-        if expected and self._packer.is_behind:
-            self._refuse_changed()
+                return self._pack(before, text)
 
     def _seek_record(self) -> tuple[int, Record]:
         """Return the next record and its number, reading on as far as needed."""
@@ -169,7 +158,7 @@ class SourceLane(DatasetIterator):
             if self._records is None:
                 self._read_block()
             assert self._records is not None
-            index = int(now[Column.INDEX])
+            index = now[Column.INDEX]
             if index < len(self._records):
                 found = self._records[index]
                 self._records[index] = (0, None)  # its text is not needed any more
@@ -195,8 +184,8 @@ class SourceLane(DatasetIterator):
             self._reader = open_reader(
                 self._shard, self._source.text_key, self._plan.block_bytes, self._part
             )
-        position = int(now[Column.BLOCK])
-        block = self._reader.read_block(position, int(now[Column.RECORD]))
+        position = now[Column.BLOCK]
+        block = self._reader.read_block(position, now[Column.RECORD])
         self._is_damaged = block.damage is not None
         if block.damage is not None and not self._plan.skip_damage:
             raise UserError(block.damage)
@@ -208,7 +197,7 @@ class SourceLane(DatasetIterator):
             order.RECORDS,
             self._source_index,
             self._lane,
-            int(now[Column.EPOCH]),
+            now[Column.EPOCH],
             shard_number,
             position,
         )
@@ -232,15 +221,23 @@ class SourceLane(DatasetIterator):
         self._barren += 1
         return text
 
-    def _pack(self, text: str) -> Iterator[bool]:
-        """Give what the filters leave of a document to the packer, part by part."""
-        plan = self._plan
+    def _pack(self, before: list[int], text: str) -> Iterator[bool]:
+        """Give what the filters leave of a document to the packer, part by part; the document that
+        a restored position names has to be as it was."""
+        plan, packer = self._plan, self._packer
+        expected = packer.unused > 0
+        place = slice(Column.EPOCH, Column.SKIP)
+        if expected and before[place] != self._restored[place]:
+            self._refuse_changed()
         for tokens in accept(text, plan.tokenizer, plan.rules, self._now):
             self._has_kept = True
             self._barren = 0
             self._waiting_since = time.monotonic()
-            self._packer.extend(tokens)
+            packer.extend(tokens)
             yield True
+        packer.end()
+        if expected and packer.is_behind:
+            self._refuse_changed()
 
     def _end_epoch(self) -> None:
         if self._records_of_epoch == 0:

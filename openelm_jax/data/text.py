@@ -145,19 +145,13 @@ def normalise(piece: str, rules: TextRules) -> str:
 
 
 def encode_piece(piece: str, tokenizer: Tokenizer, rules: TextRules) -> Iterator[np.ndarray]:
-    """Yield <s>, the tokens of the normalised piece, </s>: int32 [some tokens], made when asked."""
-    yield from _frame(normalise(piece, rules), tokenizer)
+    """Return <s>, the tokens of the normalised piece and </s> in parts, made when asked: int32."""
+    return tokenizer.encode_in_parts(normalise(piece, rules), framed=True)
 
 
 def encode_document(text: str, tokenizer: Tokenizer) -> np.ndarray:
     """Return <s>, the tokens of the text as it is, </s>: int32 [tokens + 2]."""
-    return np.concatenate(list(_frame(text, tokenizer)))
-
-
-def _frame(text: str, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
-    yield np.array([tokenizer.bos_id], dtype=np.int32)
-    yield from tokenizer.encode_in_parts(text)
-    yield np.array([tokenizer.eos_id], dtype=np.int32)
+    return np.concatenate(list(tokenizer.encode_in_parts(text, framed=True)))
 
 
 def corenet_row(tokens: np.ndarray, row_length: int, pad_id: int) -> tuple[np.ndarray, int, int]:
