@@ -10,6 +10,7 @@ import pytest
 from openelm_jax.config import DataConfig, SourceConfig
 from openelm_jax.data import storage
 from openelm_jax.data.manifest import (
+    ENDINGS,
     Manifest,
     Shard,
     Source,
@@ -62,6 +63,17 @@ def test_every_ending_has_its_format(root):
     put(root, *(f"web/{name}" for name in formats))
     (listed,) = list_sources(root, source()).sources
     assert {s.name.removeprefix("web/"): s.format for s in listed.shards} == formats
+
+
+def test_without_sources_every_known_ending_is_read(root):
+    put(root, *(f"{folder}a{ending}" for ending in ENDINGS for folder in ("", "deep/er/")))
+    (listed,) = list_manifest(DataConfig(root=root)).sources
+    found = {shard.name: shard.format for shard in listed.shards}
+    assert found == {
+        f"{folder}a{ending}": kind
+        for ending, kind in ENDINGS.items()
+        for folder in ("", "deep/er/")
+    }
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.json", "a.gz", "jsonl", "a.jsonl.bz2"])
