@@ -9,10 +9,11 @@ import pytest
 from corpora import WORDS, config, documents, source, tokenizer, write, write_shards
 
 from openelm_jax.benchmark import PARTS, main
-from openelm_jax.benchmarks.data import decompression_factors
+from openelm_jax.benchmarks.data import decompression_factors, measure_positions
 from openelm_jax.benchmarks.report import Figure, format_figures
 from openelm_jax.data.columns import Column
-from openelm_jax.data.pipeline import make_plan
+from openelm_jax.data.pipeline import DataIterator, Position, make_plan
+from openelm_jax.experiment_file import load_experiment
 
 DOCUMENT = " ".join(WORDS[:9])
 
@@ -84,6 +85,8 @@ def test_figures_are_named_and_have_their_targets_and_exact_counts(figures: dict
     assert figures["encode document_chars"]["value"] == len(DOCUMENT)
     assert figures["encode share"]["repetitions"] >= 3
     assert figures["restore state_bytes"]["value"] == 4 * 2 * len(Column) * 8
+    # To save a position is to take it and more.
+    assert figures["restore to_save"]["low"] > figures["restore get_state"]["low"]
     assert "step 12" in figures["restore first_batch_late"]["meaning"]
     assert "4 lanes of 2 sources (8 streams)" in figures["memory resident"]["meaning"]
     # 16 rows of 0.7 and 0.3 are 11.2 and 4.8: 11 and 5, or 12 and 4.
@@ -92,6 +95,26 @@ def test_figures_are_named_and_have_their_targets_and_exact_counts(figures: dict
     # 4 lanes share 3 shards: two of them one.
     assert figures["memory decompressed_code"]["value"] == 2
     assert "memory decompressed_web" not in figures
+
+
+def test_positions_are_timed_as_the_pipeline_gives_them_without_reading_data(
+    experiment: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    get_state = DataIterator.get_state
+
+    def watch(data: DataIterator) -> Position:
+        asked.append(get_state(data))
+        return asked[-1]
+
+    monkeypatch.setattr(DataIterator, "get_state", watch)
+    monkeypatch.setattr(DataIterator, "__next__", lambda data: pytest.fail("data is read"))
+    mine = load_experiment(experiment)
+    plan = make_plan(mine.data, tokenizer(), row_length=33, global_batch_size=16)
+    figures = measure_positions(mine.data, plan)
+    assert [figure.repetitions for figure in figures] == [100, 100, 1]
+    assert len(asked) == 201  # once to set the counts, then for each of the two
+    assert {position.table_NSC.shape for position in asked} == {(4, 2, len(Column))}
 
 
 def test_two_workers_are_compared_with_one(

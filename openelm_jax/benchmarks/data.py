@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import json
 import math
 import multiprocessing
 import os
@@ -47,7 +48,9 @@ COUNTED_STEPS = 20
 SOON = 10
 FEWEST_ROUNDS = 3
 SAMPLE_SECONDS = 0.001
-POSITIONS = 200
+POSITIONS = 100
+# In each place of a position that is only measured, of which no data is read.
+LONG_COUNT = 10**9
 # Of workers, by the clock.
 WORKER_WINDOW = 3.0
 
@@ -149,25 +152,10 @@ def measure_workers(config: DataConfig, plan: Plan, seconds: float) -> list[Figu
 
 def measure_restoring(config: DataConfig, plan: Plan, long_steps: int) -> list[Figure]:
     """Time positions and restoring, soon after the beginning and late, on short rows."""
-    table_NSC = plan.first_states_NSC()
+    figures = measure_positions(config, plan)
     config = dataclasses.replace(config, lanes=math.gcd(SMALL_BATCH, plan.lanes))
-    figures = []
     with closing(_open(config, plan.tokenizer, SHORT_ROW, SMALL_BATCH)) as data:
         first = data.get_state()
-        own = dataclasses.replace(first, lanes=range(len(table_NSC)), table_NSC=table_NSC)
-        times = _seconds_of_copies(own)
-        figures.append(
-            _median(
-                "restore", "get_state", [1000 * t for t in times], "ms",
-                "get_state at the experiment's lanes and sources", most=10,
-            )
-        )  # fmt: skip
-        figures.append(
-            Figure(
-                part="restore", name="state_bytes", value=table_NSC.nbytes, unit="bytes",
-                meaning="of integers in a position",
-            )
-        )  # fmt: skip
         for name, step in (("soon", SOON), ("late", long_steps)):
             while data.get_state().step < step:
                 next(data)
@@ -186,6 +174,28 @@ def measure_restoring(config: DataConfig, plan: Plan, long_steps: int) -> list[F
                 )
             )  # fmt: skip
     return figures
+
+
+def measure_positions(config: DataConfig, plan: Plan) -> list[Figure]:
+    """Time positions of the experiment's lanes and sources, at counts of a long run, unread."""
+    config = dataclasses.replace(config, lanes=plan.lanes)
+    row_length, batch = plan.rules.row_length, plan.global_batch_size
+    with closing(_open(config, plan.tokenizer, row_length, batch)) as data:
+        table_NSC = np.full_like(plan.first_states_NSC(), LONG_COUNT)
+        data.set_state(dataclasses.replace(data.get_state(), table_NSC=table_NSC))
+        positions = _milliseconds(data.get_state)
+        saved = _milliseconds(lambda: json.dumps(data.get_state().to_json()))
+    return [
+        _median(
+            "restore", "get_state", positions, "ms",
+            "get_state at the experiment's lanes and sources", most=10,
+        ),
+        _median("restore", "to_save", saved, "ms", "get_state and its JSON, to save it"),
+        Figure(
+            part="restore", name="state_bytes", value=table_NSC.nbytes, unit="bytes",
+            meaning="of integers in a position",
+        ),
+    ]  # fmt: skip
 
 
 def measure_memory(plan: Plan) -> list[Figure]:
@@ -354,12 +364,12 @@ def _cpu_seconds(function: Callable[[], None]) -> float:
     return time.thread_time() - begin
 
 
-def _seconds_of_copies(position: Any) -> list[float]:
+def _milliseconds(function: Callable[[], Any]) -> list[float]:
     times = []
     for _ in range(POSITIONS):
         begin = time.perf_counter()
-        dataclasses.replace(position, table_NSC=position.table_NSC.copy())
-        times.append(time.perf_counter() - begin)
+        function()
+        times.append(1000 * (time.perf_counter() - begin))
     return times
 
 
