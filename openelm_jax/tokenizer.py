@@ -187,8 +187,9 @@ def _splits_at_spaces(model_bytes: bytes, processor: sentencepiece.SentencePiece
     merge crosses the space, so that those on either side are the same without the other side.
     The space itself must be a piece, since unknown characters that touch become one token.
     """
-    model = dict(_proto_fields(model_bytes))
-    trainer, normalizer = (dict(_proto_fields(model.get(field, b""))) for field in (2, 3))
+    # Field numbers of sentencepiece_model.proto.
+    model = dict(protobuf_fields(model_bytes))
+    trainer, normalizer = (dict(protobuf_fields(model.get(field, b""))) for field in (2, 3))
     pieces = [processor.id_to_piece(number) for number in range(processor.get_piece_size())]
     return (
         trainer.get(3) == 2  # model_type: BPE
@@ -202,19 +203,26 @@ def _splits_at_spaces(model_bytes: bytes, processor: sentencepiece.SentencePiece
     )
 
 
-def _proto_fields(message: bytes) -> Iterator[tuple[int, Any]]:
-    """Yield the (number, value) of the fields of a Protocol Buffers message, nested ones as bytes.
+def protobuf_fields(message: bytes) -> Iterator[tuple[int, Any]]:
+    """Yield the (number, value) of the fields of a Protocol Buffers message.
 
-    Its numbers are those of `sentencepiece_model.proto`. Reading them takes no package.
+    Values are integers, or bytes where the length is given: texts, nested messages. Reading them
+    takes no package. Raises ValueError when it is no such message.
     """
     position = 0
 
-    def varint() -> int:
+    def take(length: int) -> bytes:
         nonlocal position
+        taken = message[position : position + length]
+        position += length
+        if len(taken) < length:
+            raise ValueError("the message breaks off")
+        return taken
+
+    def varint() -> int:
         value = shift = 0
         while True:
-            byte = message[position]
-            position += 1
+            byte = take(1)[0]
             value |= (byte & 127) << shift
             shift += 7
             if byte < 128:
@@ -222,14 +230,15 @@ def _proto_fields(message: bytes) -> Iterator[tuple[int, Any]]:
 
     while position < len(message):
         key = varint()
-        value: int | bytes = 0
-        if key & 7 == 0:
-            value = varint()
-        else:
-            length = {1: 8, 5: 4}[key & 7] if key & 7 != 2 else varint()
-            value = message[position : position + length]
-            position += length
-        yield key >> 3, value
+        match key & 7:
+            case 0:
+                yield key >> 3, varint()
+            case 2:
+                yield key >> 3, take(varint())
+            case 1 | 5 as kind:
+                yield key >> 3, int.from_bytes(take(8 if kind == 1 else 4), "little")
+            case _:
+                raise ValueError("no such wire type")
 
 
 def _check(tokenizer: Tokenizer, path: Path, model_vocab_size: int | None) -> None:

@@ -251,7 +251,7 @@ def test_damage_that_is_gone_when_read_once_more_is_none(tmp_path, monkeypatch, 
 
 def test_damage_met_in_the_middle_is_read_once_more_from_the_start(tmp_path, monkeypatch):
     shard = write(tmp_path / "a.jsonl.zst", sound_file(tmp_path, "jsonl.zst"))
-    monkeypatch.setattr("openelm_jax.data.line_files.INPUT_BYTES", 1 << 14)
+    monkeypatch.setattr("openelm_jax.data.blocks.INPUT_BYTES", 1 << 14)
     real, failed = storage.read, []
 
     def read(path, start, length):

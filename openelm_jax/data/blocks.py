@@ -13,6 +13,11 @@ from openelm_jax.data import storage
 from openelm_jax.data.manifest import Shard
 from openelm_jax.errors import UserError
 
+# Bytes of a file that are asked for at once, and held, while it is read on. A remote store takes
+# long to answer, so that more of it is asked for, but no more than a block: thousands of shards
+# may be open.
+INPUT_BYTES, MOST_INPUT_BYTES = 1 << 18, 4 << 20
+
 Record = bytes | None
 """A line of JSON, or the UTF-8 text itself; None is a missing text."""
 
@@ -72,6 +77,13 @@ def take_stride(
         next_number=number + len(records),
         damage=damage,
     )
+
+
+def input_bytes(shard: Shard, block_bytes: int) -> int:
+    """Return how many bytes to ask for at once of a shard that is read in blocks of so many."""
+    if not storage.is_url(shard.path):
+        return INPUT_BYTES
+    return max(INPUT_BYTES, min(block_bytes, MOST_INPUT_BYTES) // INPUT_BYTES * INPUT_BYTES)
 
 
 def read_bytes(shard: Shard, start: int, length: int) -> bytes:

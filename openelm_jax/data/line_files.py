@@ -20,6 +20,7 @@ from openelm_jax.data.blocks import (
     Part,
     Record,
     describe_damage,
+    input_bytes,
     read_bytes,
     take_stride,
 )
@@ -29,9 +30,8 @@ from openelm_jax.data.manifest import Shard
 RANGE_BYTES = 1 << 20
 # Read at once to find the end of a line.
 LINE_BYTES = 1 << 16
-# Compressed bytes of a text that are held, and that are decompressed at once: what comes out of
-# the latter has no bound but the format's, so they are few.
-INPUT_BYTES = 1 << 18
+# Compressed bytes that are decompressed at once: what comes out of them has no bound but the
+# format's, so they are few.
 PIECE_BYTES = 1 << 12
 SKIP_BYTES = 1 << 20
 
@@ -67,7 +67,7 @@ class LineReader:
         return take_stride(records, number, self._stride, next_position, damage)
 
     def _start_afresh(self) -> None:
-        self._text = _open_text(self._shard)
+        self._text = _open_text(self._shard, self._block_bytes)
         # The beginning of a line that was read behind the last block, and its position.
         self._ahead, self._ahead_at = b"", 0
 
@@ -119,7 +119,9 @@ class LineReader:
 def line_of_record(shard: Shard, number: int, part: Part) -> int:
     """Return in which line, from 1, of its file record `number` of a part is; reads up to there."""
     begin = _range_of(shard, part)[0] if splits_into_ranges(shard, part.of) else 0
-    for line_number, (position, line) in enumerate(_each_line(_open_text(shard)), start=1):
+    for line_number, (position, line) in enumerate(
+        _each_line(_open_text(shard, SKIP_BYTES)), start=1
+    ):
         if position >= begin and line.strip():
             if number == 0:
                 return line_number
@@ -149,9 +151,11 @@ class _PlainText:
 
 
 class _CompressedText:
-    def __init__(self, shard: Shard) -> None:
+    def __init__(self, shard: Shard, num_bytes: int) -> None:
+        """`num_bytes` of the file are read at once."""
         self.damage: str | None = None
         self._shard = shard
+        self._num_bytes = num_bytes
         self._begin()
 
     def read(self, position: int, length: int) -> bytes:
@@ -163,7 +167,7 @@ class _CompressedText:
         return self._take(length)
 
     def _begin(self) -> None:
-        self._chunks = _decompress(self._shard)
+        self._chunks = _decompress(self._shard, self._num_bytes)
         self._rest = b""
         self._position = 0
 
@@ -185,8 +189,10 @@ class _CompressedText:
         return data
 
 
-def _open_text(shard: Shard) -> _Text:
-    return _PlainText(shard) if shard.format == "jsonl" else _CompressedText(shard)
+def _open_text(shard: Shard, block_bytes: int) -> _Text:
+    if shard.format == "jsonl":
+        return _PlainText(shard)
+    return _CompressedText(shard, input_bytes(shard, block_bytes))
 
 
 def _range_of(shard: Shard, part: Part) -> tuple[int, int]:
@@ -207,7 +213,7 @@ def _each_line(text: _Text) -> Iterator[tuple[int, bytes]]:
     yield position, rest
 
 
-def _decompress(shard: Shard) -> Iterator[bytes]:
+def _decompress(shard: Shard, num_bytes: int) -> Iterator[bytes]:
     """Yield the text of all members of a .gz or frames of a .zst, in the same chunks each time.
 
     Raises zlib.error or ZstdError where the data is corrupt, and EOFError where it breaks off:
@@ -218,7 +224,7 @@ def _decompress(shard: Shard) -> Iterator[bytes]:
     # A .zst of `zstd --long=31` needs the window; the default refuses above 2**27 bytes.
     frames = None if is_gzip else zstandard.ZstdDecompressor(max_window_size=2**31)
     stream = None
-    for piece in _pieces(shard):
+    for piece in _pieces(shard, num_bytes):
         data = piece
         while data:
             if stream is None:
@@ -237,8 +243,8 @@ def _decompress(shard: Shard) -> Iterator[bytes]:
         raise EOFError("it breaks off before its end")
 
 
-def _pieces(shard: Shard) -> Iterator[bytes]:
-    for start in range(0, shard.size, INPUT_BYTES):
-        data = read_bytes(shard, start, INPUT_BYTES)
+def _pieces(shard: Shard, num_bytes: int) -> Iterator[bytes]:
+    for start in range(0, shard.size, num_bytes):
+        data = read_bytes(shard, start, num_bytes)
         for at in range(0, len(data), PIECE_BYTES):
             yield data[at : at + PIECE_BYTES]

@@ -15,23 +15,26 @@ import orjson
 
 from openelm_jax.data import storage
 from openelm_jax.data.blocks import (
+    INPUT_BYTES,
     WHOLE,
     Block,
     DamagedFile,
     Part,
     Record,
     describe_damage,
+    input_bytes,
     read_bytes,
     take_stride,
 )
 from openelm_jax.data.manifest import Shard
 from openelm_jax.errors import UserError
+from openelm_jax.tokenizer import protobuf_fields
 
 
 def rows_of_groups(shard: Shard) -> list[int]:
     """Return the rows of each row group of a .parquet; raises DamagedFile."""
-    with _open_parquet(shard, _RangeFile(shard)) as file:
-        return _rows_of_groups(file)
+    with _damage_of_parquet():
+        return _rows_of_groups(_open_parquet(shard, INPUT_BYTES))
 
 
 def count_array_records(shard: Shard) -> int:
@@ -43,7 +46,8 @@ def count_array_records(shard: Shard) -> int:
 class ParquetReader:
     """The text column of a part of a .parquet; a block is a row group, or a piece of a large one.
 
-    A piece is decoded from the beginning of its row group on, the price of holding no more.
+    A row group that is read on is decoded on, page by page; one that is read from the middle is
+    decoded up to there once.
     """
 
     def __init__(self, shard: Shard, text_key: str, block_bytes: int, part: Part) -> None:
@@ -51,22 +55,31 @@ class ParquetReader:
         self._text_key = text_key
         self._block_bytes = block_bytes
         self._part = part
-        self._file = _RangeFile(shard)
+        self._start_afresh()
 
     def read_block(self, position: int, number: int) -> Block:
         try:
             return self._read(position)
         except DamagedFile:
-            self._file = _RangeFile(self._shard)
+            self._start_afresh()
         try:
             return self._read(position)
         except DamagedFile as error:
             return Block([], [], None, number, describe_damage(self._shard, error))
 
+    def _start_afresh(self) -> None:
+        # Kept within a row group; of a remote file the index is kept longer.
+        self._column: _Column | None = None
+        self._index: Any = None
+
     def _read(self, position: int) -> Block:
-        with _open_parquet(self._shard, self._file) as file:
-            column = self._find_column(file)
-            starts = [0, *itertools.accumulate(_rows_of_groups(file))]
+        column, self._column = self._column, None
+        with _damage_of_parquet():
+            if column is None:
+                column = _Column(self._shard, self._text_key, self._block_bytes, self._index)
+            if storage.is_url(self._shard.path):
+                self._index = column.index
+            starts = column.starts
             num_groups = len(starts) - 1
             first, stop, stride = 0, starts[-1], self._part
             if num_groups >= self._part.of:
@@ -77,54 +90,17 @@ class ParquetReader:
             if row >= stop:
                 return Block([], [], None, row)
             group = bisect.bisect_right(starts, row) - 1
-            num_bytes = file.metadata.row_group(group).column(column).total_uncompressed_size
-            num_rows = max(1, (starts[group + 1] - starts[group]) * self._block_bytes // num_bytes)
-            end = min(row + num_rows, starts[group + 1])
-            records = self._read_rows(file, group, row - starts[group], end - starts[group])
-        return take_stride(records, row, stride, end if end < stop else None)
-
-    def _read_rows(self, file, group: int, first: int, stop: int) -> list[Record]:
-        import pyarrow
-
-        records: list[Record] = []
-        end = 0
-        for batch in file.iter_batches(
-            stop - first, row_groups=[group], columns=[self._text_key], use_threads=False
-        ):
-            start, end = end, end + len(batch)
-            if end > first:
-                column = batch.column(0)[max(first - start, 0) : stop - start]
-                if pyarrow.types.is_dictionary(column.type):
-                    column = column.cast(column.type.value_type)
-                # Bytes, not strings: bad UTF-8 is a bad record, not a bad file.
-                records += column.cast(pyarrow.large_binary()).to_pylist()
-            if end >= stop:
-                break
-        return records
-
-    def _find_column(self, file) -> int:
-        """Return which of the file's columns holds the text; raises UserError when none does."""
-        import pyarrow
-
-        schema = file.schema_arrow
-        if self._text_key not in schema.names:
-            raise UserError(
-                f"{self._shard.path}: there is no column {self._text_key!r} but "
-                f"{', '.join(schema.names)}; set the source's text_key (data.sources) to the "
-                "column with the text."
-            )
-        kind = schema.field(self._text_key).type
-        if pyarrow.types.is_dictionary(kind):
-            kind = kind.value_type
-        # Where every text is missing, or there is no row, a column may have no type: null.
-        tests = ("string", "large_string", "string_view", "binary", "large_binary", "null")
-        if not any(getattr(pyarrow.types, f"is_{test}")(kind) for test in tests):
-            raise UserError(
-                f"{self._shard.path}: the column {self._text_key!r} holds {kind}, not text; "
-                "set the source's text_key (data.sources) to the column with the text."
-            )
-        paths = [file.schema.column(index).path for index in range(len(file.schema.names))]
-        return paths.index(self._text_key)
+            end = min(row + column.rows_of_block(group), starts[group + 1])
+            block_first = row + (stride.number - row) % stride.of
+            records = column.read(group, row, end, stride)
+        if end < starts[group + 1]:
+            self._column = column
+        return Block(
+            records=records,
+            numbers=list(range(block_first, end, stride.of)),
+            next_position=end if end < stop else None,
+            next_number=end,
+        )
 
 
 class ArrayRecordReader:
@@ -158,20 +134,69 @@ class ArrayRecordReader:
         return take_stride(records, first, WHOLE, end if end < stop else None)
 
 
-class _RangeFile:
-    """A file that is open only while it is read.
+class _Column:
+    """The text column of a .parquet, decoded from row to row within a group.
 
-    Of a remote one the index and the last range are kept: all pieces of a row group need the same.
+    Raises UserError when there is no such column. Rows are numbered from the file's first.
     """
+
+    def __init__(self, shard: Shard, text_key: str, block_bytes: int, index: Any) -> None:
+        self._text_key = text_key
+        self._block_bytes = block_bytes
+        self._file = _open_parquet(shard, input_bytes(shard, block_bytes), index)
+        self._number = _find_column(self._file, shard, text_key)
+        self.index = self._file.metadata
+        self.starts = [0, *itertools.accumulate(_rows_of_groups(self._file))]
+        self._group: int | None = None
+        self._row = 0
+        self._rest: Any = None
+
+    def rows_of_block(self, group: int) -> int:
+        """Return in how many rows of a group there is about a block of text."""
+        num_rows = self.starts[group + 1] - self.starts[group]
+        num_bytes = self.index.row_group(group).column(self._number).total_uncompressed_size
+        return max(1, num_rows * self._block_bytes // num_bytes)
+
+    def read(self, group: int, first: int, stop: int, stride: Part) -> list[Record]:
+        """Return those of the rows of a group whose numbers are in the stride."""
+        if group != self._group or first < self._row:
+            self._group, self._row, self._rest = group, self.starts[group], None
+            self._batches = self._file.iter_batches(
+                self.rows_of_block(group),
+                row_groups=[group],
+                columns=[self._text_key],
+                use_threads=False,
+            )
+        while self._row < first:
+            self._take(first)
+        records: list[Record] = []
+        while self._row < stop:
+            skipped = (stride.number - self._row) % stride.of
+            records += _as_bytes(self._take(stop))[skipped :: stride.of].to_pylist()
+        return records
+
+    def _take(self, stop: int) -> Any:
+        """Return the next rows, up to `stop` at most."""
+        rest = self._rest
+        if rest is None:
+            batch = next(self._batches, None)
+            if batch is None:
+                raise DamagedFile("a row group has fewer rows than its index says")
+            rest = batch.column(0)
+        taken, rest = rest[: stop - self._row], rest[stop - self._row :]
+        self._row += len(taken)
+        self._rest = rest if len(rest) else None  # an empty slice would hold the whole batch
+        return taken
+
+
+class _RangeFile:
+    """A file that is open only while it is read."""
 
     closed = False
 
     def __init__(self, shard: Shard) -> None:
-        self.index: Any = None
-        self.is_remote = storage.is_url(shard.path)
         self._shard = shard
         self._position = 0
-        self._kept_at, self._kept = 0, b""
 
     def readable(self) -> bool:
         return True
@@ -187,35 +212,67 @@ class _RangeFile:
         return self._position
 
     def read(self, length: int) -> bytes:
-        start = self._position
-        offset = start - self._kept_at
-        if offset >= 0 and offset + length <= len(self._kept):
-            data = self._kept[offset : offset + length]
-        else:
-            data = read_bytes(self._shard, start, length)
-            if self.is_remote:
-                self._kept_at, self._kept = start, data
+        data = read_bytes(self._shard, self._position, length)
         self._position += len(data)
         return data
 
 
 @contextmanager
-def _open_parquet(shard: Shard, source: _RangeFile) -> Iterator[Any]:
-    """Give a pyarrow.parquet.ParquetFile; what it raises becomes DamagedFile."""
+def _damage_of_parquet() -> Iterator[None]:
+    """Make DamagedFile of what pyarrow raises."""
+    import pyarrow
+
+    try:
+        yield
+    except (OSError, pyarrow.ArrowException) as error:
+        raise DamagedFile(error) from error
+
+
+def _open_parquet(shard: Shard, num_bytes: int, index: Any = None) -> Any:
+    """Return a pyarrow.parquet.ParquetFile that reads `num_bytes` of a column at once."""
     import pyarrow
     import pyarrow.parquet
 
-    try:
-        with pyarrow.parquet.ParquetFile(
-            pyarrow.PythonFile(source, mode="r"),
-            metadata=source.index,
-            page_checksum_verification=True,
-        ) as file:
-            if source.is_remote:
-                source.index = file.metadata
-            yield file
-    except (OSError, pyarrow.ArrowException) as error:
-        raise DamagedFile(error) from error
+    return pyarrow.parquet.ParquetFile(
+        pyarrow.PythonFile(_RangeFile(shard), mode="r"),
+        metadata=index,
+        buffer_size=num_bytes,
+        pre_buffer=False,
+        page_checksum_verification=True,
+    )
+
+
+def _find_column(file, shard: Shard, text_key: str) -> int:
+    """Return which of the file's columns holds the text; raises UserError when none does."""
+    import pyarrow
+
+    schema = file.schema_arrow
+    if text_key not in schema.names:
+        raise UserError(
+            f"{shard.path}: there is no column {text_key!r} but {', '.join(schema.names)}; set the "
+            "source's text_key (data.sources) to the column with the text."
+        )
+    kind = schema.field(text_key).type
+    if pyarrow.types.is_dictionary(kind):
+        kind = kind.value_type
+    # Where every text is missing, or there is no row, a column may have no type: null.
+    tests = ("string", "large_string", "string_view", "binary", "large_binary", "null")
+    if not any(getattr(pyarrow.types, f"is_{test}")(kind) for test in tests):
+        raise UserError(
+            f"{shard.path}: the column {text_key!r} holds {kind}, not text; set the source's "
+            "text_key (data.sources) to the column with the text."
+        )
+    paths = [file.schema.column(index).path for index in range(len(file.schema.names))]
+    return paths.index(text_key)
+
+
+def _as_bytes(column: Any) -> Any:
+    """Return texts as bytes, since bad UTF-8 is a bad record and not a bad file."""
+    import pyarrow
+
+    if pyarrow.types.is_dictionary(column.type):
+        column = column.cast(column.type.value_type)
+    return column.cast(pyarrow.large_binary())
 
 
 def _rows_of_groups(file) -> list[int]:
@@ -244,6 +301,7 @@ def _open_array_record(shard: Shard) -> Iterator[Any]:
         file.close()
     except RuntimeError as error:
         raise DamagedFile(error) from error
+    raise DamagedFile("array_record does not say why")
 
 
 def _read_array_records(file, first: int, stop: int) -> tuple[list[bytes], str | None]:
@@ -267,7 +325,7 @@ def _as_json(record: bytes, text_key: str) -> Record:
         return record
     try:
         texts = _texts_of_example(record, text_key.encode())
-    except (ValueError, IndexError):
+    except ValueError:
         return record  # neither JSON nor an Example, as whoever parses it will find
     if len(texts) != 1:
         return None
@@ -282,7 +340,7 @@ def _texts_of_example(record: bytes, key: bytes) -> list[bytes]:
 
     Field numbers of tensorflow/core/example/{example,feature}.proto: Example.features 1,
     Features.feature 1 (a map: key 1, value 2), Feature.bytes_list 1, BytesList.value 1.
-    Raises ValueError or IndexError when the record is no Example.
+    Raises ValueError when the record is no Example.
     """
     texts: list[bytes] = []
     for features in _fields(record, 1):
@@ -295,38 +353,8 @@ def _texts_of_example(record: bytes, key: bytes) -> list[bytes]:
 
 def _fields(message: bytes, number: int) -> list[bytes]:
     """Return the length-delimited fields `number` of a protocol buffer message."""
-    found = []
-    position = 0
-    while position < len(message):
-        tag, position = _varint(message, position)
-        length = 0
-        match tag & 7:
-            case 0:
-                _, position = _varint(message, position)
-            case 1:
-                length = 8
-            case 2:
-                length, position = _varint(message, position)
-            case 5:
-                length = 4
-            case _:
-                raise ValueError("no such wire type")
-        field = message[position : position + length]
-        if len(field) < length:
-            raise ValueError("the message breaks off")
-        position += length
-        if tag == number << 3 | 2:
-            found.append(field)
-    return found
-
-
-def _varint(message: bytes, position: int) -> tuple[int, int]:
-    """Return the integer at `position`, and the position after it."""
-    value = shift = 0
-    while True:
-        byte = message[position]
-        position += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, position
-        shift += 7
+    return [
+        value
+        for field, value in protobuf_fields(message)
+        if field == number and isinstance(value, bytes)
+    ]

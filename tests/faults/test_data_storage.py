@@ -73,7 +73,7 @@ def test_a_file_that_changed_its_size_is_refused_when_it_is_opened(
 def test_a_file_that_shrinks_while_it_is_read_is_neither_at_its_end_nor_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str
 ) -> None:
-    monkeypatch.setattr("openelm_jax.data.line_files.INPUT_BYTES", 1000)
+    monkeypatch.setattr("openelm_jax.data.blocks.INPUT_BYTES", 1000)
     shard = make_shard(tmp_path, ending, documents(200))
     reader = open_reader(shard, "text", 1000)
     block = reader.read_block(0, 0)
