@@ -73,7 +73,7 @@ def main(argv: list[str]) -> None:
     row_length = config.context_length + 1
 
     # --- Tokens: tokenizer, mixture, held-out text.
-    check_run(directory, experiment, reweight=flags.reweight)
+    check_run(directory, experiment)
     begun = bool(saved_steps(directory))
     start_from = None if begun or not flags.weights else _starting_weights(flags.weights, config)
     tokenizer, origin = open_tokenizer(directory, experiment, start_from)
@@ -112,7 +112,9 @@ def main(argv: list[str]) -> None:
         start = 0
         given = None if start_from is None else jax.device_put(start_from.params)
         state = new_state(given or init_params(config, training.seed), optimizer)
-    record_run(directory, experiment, data.manifest)
+    reweighting = restored is not None and flags.reweight
+    if not reweighting:  # else when a checkpoint has these weights
+        record_run(directory, experiment, data.manifest)
     if start == training.steps and (held_out is None or is_validated(directory, start)):
         _say(f"{directory} is complete: {start:,} of {training.steps:,} steps")
         return
@@ -154,6 +156,8 @@ def main(argv: list[str]) -> None:
             optimizer=optimizer_item(state),
             data=saved.to_json(),
         )
+        if reweighting:
+            record_run(directory, experiment, data.manifest)
 
     def look(step: int, params: dict) -> None:
         """Validate and show a sample, unless told to stop before."""

@@ -97,15 +97,12 @@ def test_what_changes_no_result_may_change(experiment, tmp_path, group, changes)
     assert from_json((tmp_path / "experiment.json").read_text()) == changed
 
 
-def test_weights_may_change_only_when_that_is_said(experiment, tmp_path):
+def test_weights_are_left_to_the_position_of_the_data(experiment, tmp_path):
     claim(tmp_path, experiment)
     begin(tmp_path)
     (only,) = experiment.data.sources
     changed = with_changes(experiment, "data", sources=(dataclasses.replace(only, weight=2.0),))
-    expected = r": data\.sources\.text\.weight: 1\.0, 2\.0\. .*, or go on .* by --reweight\.$"
-    with pytest.raises(UserError, match=expected):
-        check_run(tmp_path, changed)
-    check_run(tmp_path, changed, reweight=True)
+    check_run(tmp_path, changed)
 
 
 def test_other_shards_are_refused_by_their_names(experiment, tmp_path):

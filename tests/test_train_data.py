@@ -34,6 +34,8 @@ from small_runs import (
 )
 
 from openelm_jax.data.pipeline import open_data
+from openelm_jax.errors import UserError
+from openelm_jax.experiment_file import from_json
 from openelm_jax.model.decoder import Decoder, init_params
 from openelm_jax.tokenizer import load_tokenizer
 from openelm_jax.weights.orbax import saved_steps, step_directory
@@ -89,6 +91,11 @@ def figures(run: Path, name: str) -> dict[int, float]:
 
 def position_of(run: Path, step: int) -> bytes:
     return (step_directory(run, step) / "data" / "metadata").read_bytes()
+
+
+def weights_recorded(run: Path) -> list[float]:
+    experiment = from_json((run / "experiment.json").read_bytes())
+    return [source.weight for source in experiment.data.sources]
 
 
 def assert_same_end(run: Path, expected: Path) -> None:
@@ -267,7 +274,7 @@ def test_other_weights_are_refused_by_name_unless_that_is_said_and_then_change_t
 
     said = train_here(mixture, run, *weights, code=1)
 
-    assert_one_sentence(said, "data.sources.web.weight: 3.0, 1.0", "--reweight")
+    assert_one_sentence(said, "data.sources.web.weight was 3.0 and is 1.0", "by --reweight")
     assert saved_steps(run) == [FIRST]
 
     train_here(mixture, run, *weights, "--reweight")
@@ -276,7 +283,35 @@ def test_other_weights_are_refused_by_name_unless_that_is_said_and_then_change_t
     assert figures(run, "data/books/rows")[STEPS] == FIRST + 2 * (STEPS - FIRST)
     assert "is complete" in train_here(mixture, run, *weights)  # the new weights are the run's
     said = train_here(mixture, run, code=1)
-    assert_one_sentence(said, "data.sources.web.weight: 1.0, 3.0")
+    assert_one_sentence(said, "data.sources.web.weight was 1.0 and is 3.0", "by --reweight")
+    assert weights_recorded(run) == [1.0, 1.0]
+
+
+def test_other_weights_that_no_checkpoint_has_yet_are_not_those_of_the_run(
+    mixture: Path, tmp_path: Path, train_here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, weights = tmp_path / "whole", ("--data.sources.0.weight", "1.0")
+    train_here(mixture, whole)
+    run = until_first(whole, tmp_path / "run")
+
+    def killed(*arguments, **options):
+        raise UserError("killed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("openelm_jax.training.loop.train_loop", killed)
+        said = train_here(mixture, run, *weights, "--reweight", code=1)
+    assert said.endswith("killed\n")
+    assert saved_steps(run) == [FIRST]
+    assert weights_recorded(run) == [3.0, 1.0]
+
+    said = train_here(mixture, run, *weights, code=1)
+    assert_one_sentence(said, "data.sources.web.weight was 3.0 and is 1.0", "by --reweight")
+    old, new = (Path(shutil.copytree(run, tmp_path / name)) for name in ("old", "new"))
+    train_here(mixture, old)
+    assert position_of(old, STEPS) == position_of(whole, STEPS)
+    train_here(mixture, new, *weights, "--reweight")
+    assert figures(new, "data/web/rows")[STEPS] == 3 * FIRST + 2 * (STEPS - FIRST)
+    assert weights_recorded(new) == [1.0, 1.0]
 
 
 def test_other_files_are_refused_by_their_names(

@@ -88,15 +88,24 @@ def check_fingerprint(
 
     With `reweight` the sources' weights may.
     """
-    differences = [
-        f"{name} was {_short(saved.get(name))} and is {_short(current.get(name))}"
+    differing = [
+        name
         for name in sorted(saved.keys() | current.keys())
         if saved.get(name) != current.get(name) and not (reweight and name.endswith(".weight"))
     ]
-    if differences:
+    if differing:
+        differences = "; ".join(
+            f"{name} was {_short(saved.get(name))} and is {_short(current.get(name))}"
+            for name in differing
+        )
+        only_weights = all(name.endswith(".weight") for name in differing)
+        cure = (
+            "go back to the saved weights, or go on with these by --reweight"
+            if only_weights
+            else "go back to the saved settings, or start a new run"
+        )
         raise UserError(
-            "data position: it belongs to rows in another order, because "
-            f"{'; '.join(differences)}; go back to the saved settings, or start a new run."
+            f"data position: it belongs to rows in another order, because {differences}; {cure}."
         )
 
 

@@ -20,13 +20,13 @@ MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.model"
 
 
-def check_run(run: Path, experiment: Experiment, *, reweight: bool = False) -> None:
+def check_run(run: Path, experiment: Experiment) -> None:
     """Make the run directory, or check that an older one belongs to this experiment.
 
     Until the first checkpoint everything may change, so that a mistake can be mended; then what
     changes no result may (logging, checkpoints, prefetch and workers, where the data lies, when it
-    is too bad or read too often to go on), and with `reweight` the sources' weights. Raises
-    UserError naming every other field that differs.
+    is too bad or read too often to go on). Raises UserError naming every other field that differs,
+    but for the sources' weights: those of the checkpoint count (`position.check_fingerprint`).
     """
     path = run / EXPERIMENT
     try:
@@ -36,17 +36,11 @@ def check_run(run: Path, experiment: Experiment, *, reweight: bool = False) -> N
         before = from_json(path.read_bytes(), str(path))
     except OSError as error:
         raise _cannot_write(run, error) from error
-    differences = differing_fields(
-        _what_counts(before, reweight), _what_counts(experiment, reweight)
-    )
+    differences = differing_fields(_what_counts(before), _what_counts(experiment))
     if differences:
-        only_weights = not differing_fields(
-            _what_counts(before, reweight=True), _what_counts(experiment, reweight=True)
-        )
         raise UserError(
             f"{run} was made by another experiment (field: there, now): "
-            f"{'; '.join(differences)}. Choose another --run, or undo the difference"
-            f"{', or go on with these weights by --reweight' if only_weights else ''}."
+            f"{'; '.join(differences)}. Choose another --run, or undo the difference."
         )
 
 
@@ -123,12 +117,10 @@ def _check_same_tokens(start: Weights, given: Tokenizer | None) -> None:
         )
 
 
-def _what_counts(experiment: Experiment, reweight: bool) -> Experiment:
-    """Return the experiment with everything that changes no result set to one value."""
+def _what_counts(experiment: Experiment) -> Experiment:
+    """Return the experiment with everything that is not to be compared set to one value."""
     sources = tuple(
-        dataclasses.replace(
-            source, root=None, max_epochs=None, weight=1.0 if reweight else source.weight
-        )
+        dataclasses.replace(source, root=None, max_epochs=None, weight=1.0)
         for source in experiment.data.sources
     )
     return dataclasses.replace(
