@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import http.server
 import os
@@ -29,7 +30,7 @@ from shard_files import (
     write,
 )
 
-from openelm_jax.data import line_files, storage
+from openelm_jax.data import line_files, readers, storage
 from openelm_jax.data.manifest import Shard
 from openelm_jax.data.readers import (
     WHOLE,
@@ -108,6 +109,42 @@ def test_blank_lines_carriage_returns_and_a_missing_last_newline_make_no_records
         for block_bytes in (1, 5, 1000):
             assert texts_of(shard, block_bytes) == ["one", "two", "three"]
         assert [locate(shard, n) for n in range(3)] == [f"{path}:{line}" for line in (2, 5, 6)]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", *COMPRESSED])
+@pytest.mark.parametrize("range_bytes", [1000, 1 << 20])
+@pytest.mark.parametrize("part", [WHOLE, Part(0, 3), Part(1, 3), Part(2, 3)])
+def test_a_byte_order_mark_is_no_text_and_moves_nothing(
+    tmp_path, monkeypatch, kind, range_bytes, part
+):
+    monkeypatch.setattr(line_files, "RANGE_BYTES", range_bytes)
+    lines = json_lines(documents(23))
+    pack = {"jsonl": bytes, "jsonl.gz": gzip.compress, "jsonl.zst": zstandard.compress}[kind]
+    found = []
+    for start in (codecs.BOM_UTF8, b"   "):  # as many bytes that are no text either
+        path = tmp_path / f"{len(found)}.{kind}"
+        path.write_bytes(pack(start + lines))
+        shard = shard_of(path)
+        blocks = blocks_of(shard, 700, part)
+        places = [locate(shard, n, part).split(":")[-1] for _, b in blocks for n in b.numbers]
+        found.append(([where for where, _ in blocks], places, texts_of(shard, 700, part)))
+        for where, block in reversed(blocks):
+            assert open_reader(shard, "text", 700, part).read_block(*where) == block
+    assert found[0] == found[1]
+    assert len(found[0][0]) > 2
+
+
+def test_only_one_mark_is_passed_over_and_only_where_a_file_begins(tmp_path):
+    mark = codecs.BOM_UTF8
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(mark + b'\n"one"\n' + mark + b'"two"\n')
+    shard = shard_of(path)
+    [(_, block)] = blocks_of(shard, 1000)
+    assert block.records == [b'"one"', mark + b'"two"']  # a mark and nothing is a blank line
+    assert [locate(shard, number) for number in block.numbers] == [f"{path}:2", f"{path}:3"]
+    path = tmp_path / "a.txt"
+    path.write_bytes(mark + mark + b"one" + mark)
+    assert texts_of(shard_of(path), 1) == ["\ufeffone\ufeff"]
 
 
 def test_a_gz_may_have_zeros_between_and_behind_its_members(tmp_path):
@@ -210,6 +247,22 @@ def test_a_line_belongs_to_the_range_its_first_byte_is_in(
             assert found == expected
 
 
+def test_a_record_far_into_a_large_text_is_named_without_reading_what_is_before_it(
+    tmp_path, monkeypatch, reads
+):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(json_lines(["x" * 1000] * 4200))
+    shard = shard_of(path)
+    half = shard.size // 2
+    monkeypatch.setattr(readers, "LINES_COUNTED_BYTES", half)
+    assert locate(shard, 3, Part(1, 2)) == f"{path}:2104"
+    reads.clear()
+    monkeypatch.setattr(readers, "LINES_COUNTED_BYTES", half - 1)
+    assert locate(shard, 3, Part(1, 2)) == f"{path}, line 4 after byte {half:,}"
+    assert reads == []
+    assert locate(shard, 4199, Part(4, 5)) == f"{path}:4200"  # a stride counts from the beginning
+
+
 def test_a_range_of_a_large_text_reads_little_more_than_itself(tmp_path, reads):
     path = tmp_path / "a.jsonl"
     path.write_bytes(json_lines(["x" * 1000] * 4200))
@@ -280,6 +333,64 @@ def test_a_compressed_text_is_read_through_once_in_small_pieces(tmp_path, reads,
     assert len(blocks_of(shard, 10_000)) > 50
     assert sum(length for _, length in reads) == shard.size
     assert max(length for _, length in reads) <= 1 << 18 < shard.size
+
+
+def write_large_group(path, num_rows=1000):
+    """Write a .parquet of 3 MB: one row group, pages of 50 rows or so."""
+    noise = np.random.default_rng(0).bytes(num_rows * 1500).hex()
+    table = pyarrow.table({"text": [noise[n * 3000 : n * 3000 + 3000] for n in range(num_rows)]})
+    pyarrow.parquet.write_table(
+        table, path, compression="none", data_page_size=150_000, write_batch_size=10
+    )
+    assert pyarrow.parquet.ParquetFile(path).num_row_groups == 1
+
+
+def parquet_by_url(path):
+    import fsspec
+
+    url = f"memory://{path.parent.name}/{path.name}"
+    fsspec.filesystem("memory").pipe_file(url, path.read_bytes())
+    return Shard(name=path.name, path=url, size=path.stat().st_size, format="parquet")
+
+
+@pytest.mark.parametrize("part", [WHOLE, Part(1, 3)])
+@pytest.mark.parametrize("shard_by", [shard_of, parquet_by_url])
+def test_a_large_row_group_is_read_once_a_few_pages_at_a_time(tmp_path, reads, part, shard_by):
+    write_large_group(tmp_path / "a.parquet")
+    shard = shard_by(tmp_path / "a.parquet")
+    found = blocks_of(shard, 100_000, part)
+    assert len(found) > 20
+    assert sum(length for _, length in reads) < 1.2 * shard.size
+    assert max(length for _, length in reads) <= 1 << 18 < shard.size
+    for where, block in found:
+        assert open_reader(shard, "text", 100_000, part).read_block(*where) == block
+
+
+def test_a_row_group_may_be_read_from_rows_that_begin_no_block(tmp_path):
+    write_large_group(tmp_path / "a.parquet")
+    shard = shard_of(tmp_path / "a.parquet")
+    rows = [record for _, block in blocks_of(shard, 1 << 30) for record in block.records]
+    reader = open_reader(shard, "text", 100_000, Part(1, 2))
+    for first in (7, 8, 500, 41, 999):
+        for _ in range(2):
+            block = reader.read_block(first, first)
+            assert block.numbers == [n for n in range(first, block.next_number) if n % 2]
+            assert block.records == [rows[n] for n in block.numbers]
+            first = block.next_position
+            if first is None:
+                break
+
+
+def test_without_room_for_its_pages_a_row_group_gives_the_same_blocks(tmp_path, reads, monkeypatch):
+    write_large_group(tmp_path / "a.parquet")
+    shard = shard_of(tmp_path / "a.parquet")
+    expected = blocks_of(shard, 100_000)
+    kept = pyarrow.total_allocated_bytes()
+    monkeypatch.setattr(record_files, "MOST_KEPT_BYTES", -1)
+    reader = open_reader(shard, "text", 100_000)
+    for where, block in expected:
+        assert reader.read_block(*where) == block
+        assert pyarrow.total_allocated_bytes() <= kept
 
 
 # Remote files
@@ -353,17 +464,21 @@ def test_every_format_reads_the_same_by_url(tmp_path, publish, kind):
         assert here[0].records
 
 
-def test_the_pieces_of_a_remote_row_group_fetch_it_once(tmp_path, reads):
+@pytest.mark.parametrize("kind", COMPRESSED)
+def test_a_remote_text_is_asked_for_in_pieces_of_a_block(tmp_path, reads, kind):
     import fsspec
 
-    path = tmp_path / "a.parquet"
-    table = pyarrow.table({"text": [text * 20 for text in documents(100)]})
-    pyarrow.parquet.write_table(table, path, compression="none", use_dictionary=False)
-    url = f"memory://{tmp_path.name}/a.parquet"
+    texts = [np.random.default_rng(n).bytes(3000).hex() for n in range(800)]
+    path = tmp_path / f"a.{kind}"
+    write(path, texts, kind)
+    url = f"memory://{tmp_path.name}/{path.name}"
     fsspec.filesystem("memory").pipe_file(url, path.read_bytes())
-    remote = Shard(name=path.name, path=url, size=path.stat().st_size, format="parquet")
-    assert len(blocks_of(remote, remote.size // 5)) >= 5
-    assert sum(length for _, length in reads) < 2 * remote.size
+    remote = Shard(name=path.name, path=url, size=path.stat().st_size, format=kind)
+    for block_bytes, most in ((1000, 1 << 18), (1 << 20, 1 << 20), (64 << 20, 4 << 20)):
+        reads.clear()
+        assert texts_of(remote, block_bytes) == texts
+        assert max(length for _, length in reads) == min(most, remote.size)
+        assert len(reads) == -(-remote.size // most)
 
 
 # Files that changed, and the flaws of records

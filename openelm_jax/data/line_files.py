@@ -7,6 +7,7 @@ from the middle is decompressed up to there once.
 
 from __future__ import annotations
 
+import codecs
 import sys
 import zlib
 from collections.abc import Iterator
@@ -41,8 +42,13 @@ def splits_into_ranges(shard: Shard, of: int) -> bool:
     return shard.format == "jsonl" and shard.size // of >= RANGE_BYTES
 
 
+def first_byte(shard: Shard, part: Part) -> int:
+    """Return from which byte on the records of a part, and no others, are counted."""
+    return _range_of(shard, part)[0] if splits_into_ranges(shard, part.of) else 0
+
+
 class LineReader:
-    """Lines of one part of a text; blank ones are no records."""
+    """Lines of one part of a text; blank ones are no records, and a byte order mark is no text."""
 
     def __init__(self, shard: Shard, block_bytes: int, part: Part) -> None:
         self._shard = shard
@@ -63,6 +69,8 @@ class LineReader:
         damage = self._text.damage
         if damage is not None:
             lines, damage = lines[: lines.rfind(b"\n") + 1], describe_damage(self._shard, damage)
+        if position == self._begin == 0:
+            lines = lines.removeprefix(codecs.BOM_UTF8)
         records: list[Record] = [line for line in lines.split(b"\n") if line.strip()]
         return take_stride(records, number, self._stride, next_position, damage)
 
@@ -118,11 +126,12 @@ class LineReader:
 
 def line_of_record(shard: Shard, number: int, part: Part) -> int:
     """Return in which line, from 1, of its file record `number` of a part is; reads up to there."""
-    begin = _range_of(shard, part)[0] if splits_into_ranges(shard, part.of) else 0
+    begin = first_byte(shard, part)
     for line_number, (position, line) in enumerate(
         _each_line(_open_text(shard, SKIP_BYTES)), start=1
     ):
-        if position >= begin and line.strip():
+        mark = codecs.BOM_UTF8 if position == 0 else b""
+        if position >= begin and line.removeprefix(mark).strip():
             if number == 0:
                 return line_number
             number -= 1

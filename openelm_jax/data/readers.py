@@ -13,6 +13,7 @@ How a shard is parted, so that several lanes can share it:
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -46,6 +47,9 @@ __all__ = [
 ]
 
 COUNTED_BYTES = 1 << 20
+# A record of a range so far into a file is named by the range: to count the lines before it takes
+# too long.
+LINES_COUNTED_BYTES = 64 << 20
 
 
 def open_reader(shard: Shard, text_key: str, block_bytes: int, part: Part = WHOLE) -> Reader:
@@ -86,7 +90,8 @@ def read_blocks(
 
 
 def locate(shard: Shard, number: int, part: Part = WHOLE) -> str:
-    """Return where a record of a part is, as people name it: FILE:LINE, FILE, row N or FILE.
+    """Return where a record of a part is, as people name it: FILE:LINE, FILE, row N or FILE; far
+    into a large text FILE, line N after byte B, blank lines not counted.
 
     `number` is one of `Block.numbers`. Reads a text up to there: for messages only.
     """
@@ -94,6 +99,9 @@ def locate(shard: Shard, number: int, part: Part = WHOLE) -> str:
         return shard.path
     if shard.format in ("parquet", "array_record", "demo"):
         return f"{shard.path}, row {number}"
+    begin = line_files.first_byte(shard, part)
+    if begin > LINES_COUNTED_BYTES:
+        return f"{shard.path}, line {number + 1} after byte {begin:,}"
     return f"{shard.path}:{line_files.line_of_record(shard, number, part)}"
 
 
@@ -140,7 +148,7 @@ def count_records(shard: Shard, text_key: str, most: int, *, skip_damage: bool =
 
 
 class _TextReader:
-    """A text file is one document."""
+    """A text file is one document; a byte order mark is none of it."""
 
     def __init__(self, shard: Shard, part: Part) -> None:
         self._shard = shard
@@ -150,7 +158,8 @@ class _TextReader:
         assert (position, number) == (0, 0)
         if not self._is_mine:
             return Block([], [], None, 1)
-        return Block([read_bytes(self._shard, 0, self._shard.size)], [0], None, 1)
+        data = read_bytes(self._shard, 0, self._shard.size)
+        return Block([data.removeprefix(codecs.BOM_UTF8)], [0], None, 1)
 
 
 class _DemoReader:

@@ -49,8 +49,6 @@ LEAST_BLOCK_BYTES, MOST_BLOCK_BYTES = 1 << 18, 4 << 20
 TYPICAL_DOCUMENT_BYTES = 4096
 # Of each kind, in each source.
 MOST_EXAMPLES = 2
-# A line so far into a file is named by its range: to count the lines before it takes too long.
-COUNTED_BYTES = 64 << 20
 
 
 def sample_mixture(
@@ -179,7 +177,7 @@ def _judge(
         kind, reason = _fate(counts_C - before_C, rules)
         if sum(example.kind == kind for example in examples) < MOST_EXAMPLES:
             shown = text if text is not None else (record or b"").decode(errors="replace")
-            place = _place(shard, number, part)
+            place = locate(shard, number, part)
             examples.append(
                 Example(kind=kind, reason=reason, place=place, text=shown[:EXAMPLE_CHARS])
             )
@@ -221,13 +219,6 @@ def _fate(raised_C: np.ndarray, rules: TextRules) -> tuple[str, str]:
             f"{chars:,} characters, fewer than data.min_chars {rules.min_chars}{counted}",
         )
     return "char_filter", f"{chars:,} characters, data.min_chars is {rules.min_chars}"
-
-
-def _place(shard: Shard, number: int, part: Part) -> str:
-    begin = shard.size * part.number // part.of
-    if shard.format == "jsonl" and begin > COUNTED_BYTES:
-        return f"{shard.path}, line {number + 1} after byte {begin:,}"
-    return locate(shard, number, part)
 
 
 def _describe(
