@@ -199,6 +199,43 @@ def test_a_row_group_with_a_wrong_checksum_ends_a_parquet(tmp_path):
     assert read_all(shard, 1 << 20, Part(3, 4)) == ([text.encode() for text in TEXTS[300:]], None)
 
 
+def test_a_wrong_page_ends_a_parquet_after_the_blocks_before_it(tmp_path):
+    pyarrow.parquet.write_table(
+        pyarrow.table({"text": TEXTS}),
+        tmp_path / "sound.parquet",
+        compression="none",
+        use_dictionary=False,
+        data_page_size=5000,
+        write_batch_size=1,
+        write_statistics=False,  # they would hold texts too
+        write_page_checksum=True,
+    )
+    data = (tmp_path / "sound.parquet").read_bytes()
+    place = data.index(TEXTS[250].encode()) + 100
+    shard = write(tmp_path / "a.parquet", flip(data, place))
+    records, damage = read_all(shard, 5000)
+    assert 220 < len(records) <= 250
+    assert records == [text.encode() for text in TEXTS[: len(records)]]
+    assert damage is not None
+    assert "CRC" in damage
+
+
+def test_an_array_record_that_is_refused_without_a_reason_is_damaged(tmp_path, monkeypatch):
+    class Refused:
+        def __init__(self, *arguments):
+            pass
+
+        def ok(self):
+            return False
+
+        def close(self):
+            pass
+
+    shard = write(tmp_path / "a.array_record", sound_file(tmp_path, "array_record"))
+    monkeypatch.setattr("array_record.python.array_record_module.ArrayRecordReader", Refused)
+    assert read_all(shard) == ([], sentence(shard, "array_record does not say why"))
+
+
 def test_a_broken_record_ends_an_array_record(tmp_path):
     data = bytearray(sound_file(tmp_path, "array_record"))
     place = len(data) // 3

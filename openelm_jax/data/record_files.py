@@ -30,6 +30,10 @@ from openelm_jax.data.manifest import Shard
 from openelm_jax.errors import UserError
 from openelm_jax.tokenizer import protobuf_fields
 
+# What pyarrow may hold in a process between blocks: for each stream some pages of a column. A
+# stream that comes when there is no room decodes its row group from the beginning for each block.
+MOST_KEPT_BYTES = 2 << 30
+
 
 def rows_of_groups(shard: Shard) -> list[int]:
     """Return the rows of each row group of a .parquet; raises DamagedFile."""
@@ -46,8 +50,8 @@ def count_array_records(shard: Shard) -> int:
 class ParquetReader:
     """The text column of a part of a .parquet; a block is a row group, or a piece of a large one.
 
-    A row group that is read on is decoded on, page by page; one that is read from the middle is
-    decoded up to there once.
+    A row group that is read on is decoded on, page by page, while `MOST_KEPT_BYTES` leave room; one
+    that is read from the middle is decoded up to there once.
     """
 
     def __init__(self, shard: Shard, text_key: str, block_bytes: int, part: Part) -> None:
@@ -73,6 +77,8 @@ class ParquetReader:
         self._index: Any = None
 
     def _read(self, position: int) -> Block:
+        import pyarrow
+
         column, self._column = self._column, None
         with _damage_of_parquet():
             if column is None:
@@ -93,7 +99,7 @@ class ParquetReader:
             end = min(row + column.rows_of_block(group), starts[group + 1])
             block_first = row + (stride.number - row) % stride.of
             records = column.read(group, row, end, stride)
-        if end < starts[group + 1]:
+        if end < starts[group + 1] and pyarrow.total_allocated_bytes() <= MOST_KEPT_BYTES:
             self._column = column
         return Block(
             records=records,
