@@ -1,5 +1,6 @@
 """Every mistake in the data is told in one sentence, with the place and the mend."""
 
+import dataclasses
 import gzip
 import json
 
@@ -272,6 +273,41 @@ def test_lanes_that_are_left_out_are_the_most_that_each_have_a_record(
     data = open_one(config(tmp_path, *map(source, records), lanes=None), batch=16)
     assert data.fingerprint["data.lanes"] == lanes
     read(data, 5)
+
+
+@pytest.mark.parametrize(
+    ("megabytes", "most", "lanes"),
+    [
+        ((6, 6), 8, 2),  # ranges of 1.5 MB, and of 3 MB, of which some hold only a line's middle
+        ((6, 6), 2, 2),
+        ((5, 7), 8, 1),  # both lines begin in the first half
+        ((7, 5), 8, 2),
+        ((2, 2, 2, 2), 4, 4),
+    ],
+)
+def test_a_line_longer_than_a_range_leaves_no_lane_empty(
+    tmp_path, monkeypatch, megabytes, most, lanes
+):
+    lines = [line_of("the nation " * (size * 1_000_000 // 11)) for size in megabytes]
+    write_lines(tmp_path / "web" / "a.jsonl", lines)
+    settings = config(tmp_path, source("web"), lanes=None)
+    with monkeypatch.context() as patch:
+        patch.setattr("openelm_jax.data.pipeline.choose_lanes", lambda num_bytes, batch: most)
+        data = open_one(settings, batch=8)
+    assert data.fingerprint["data.lanes"] == lanes
+    read(data, 2)
+    with_lanes = dataclasses.replace(settings, lanes=most)
+    if most == lanes:
+        open_one(with_lanes, batch=8)
+        return
+    with pytest.raises(UserError, match=rf"{most} lanes leave .* are data\.lanes {lanes}\."):
+        open_one(with_lanes, batch=8)
+
+
+def test_blank_lines_are_no_records_of_a_range(tmp_path):
+    write_lines(tmp_path / "web" / "a.jsonl", [line_of("x" * 2_000_000), *[b""] * 2_500_000])
+    with pytest.raises(UserError, match=r"2 lanes leave .* are data\.lanes 1\."):
+        open_one(config(tmp_path, source("web"), lanes=2), batch=2)
 
 
 def test_the_demo_corpus_has_a_record_for_each_of_225_lanes():

@@ -36,6 +36,7 @@ from openelm_jax.data.readers import (
     WHOLE,
     Part,
     count_records,
+    each_part_holds_records,
     locate,
     open_reader,
     read_blocks,
@@ -308,6 +309,26 @@ def test_an_index_is_counted_without_reading_records(tmp_path, reads):
     shard = make_shard(tmp_path, "parquet", documents(5000))
     assert count_records(shard, "text", 10_000) == 5000
     assert sum(length for _, length in reads) < shard.size / 2
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("range_bytes", [100, 1 << 20])
+def test_whether_each_part_holds_records_is_said_as_reading_them_shows(
+    tmp_path, monkeypatch, kind, range_bytes
+):
+    monkeypatch.setattr(line_files, "RANGE_BYTES", range_bytes)
+    shard = make_shard(tmp_path, kind, documents(9))
+    said = {of: each_part_holds_records(shard, "text", of) for of in range(1, 14)}
+    assert said == {of: all(texts_of(shard, 700, Part(n, of)) for n in range(of)) for of in said}
+    assert set(said.values()) == {True, False}
+
+
+def test_to_see_whether_ranges_hold_records_little_of_them_is_read(tmp_path, reads):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(json_lines(["x" * 1000] * 4200))
+    shard = shard_of(path)
+    assert each_part_holds_records(shard, "text", 4)
+    assert sum(length for _, length in reads) <= 4 * 3 * line_files.LINE_BYTES < shard.size / 5
 
 
 # What is read and what is held

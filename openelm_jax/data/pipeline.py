@@ -9,7 +9,8 @@ context), S sources, P places of a source's shards in their permuted list.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,9 @@ from openelm_jax.config import DataConfig
 from openelm_jax.data import order
 from openelm_jax.data.engine import DatasetIterator, iterate
 from openelm_jax.data.lanes import LaneGroup
-from openelm_jax.data.manifest import Manifest, Source, list_manifest
+from openelm_jax.data.manifest import Manifest, Shard, Source, list_manifest
 from openelm_jax.data.position import Position, check_fingerprint, count
-from openelm_jax.data.readers import count_records, splits_by_position
+from openelm_jax.data.readers import each_part_holds_records
 from openelm_jax.data.source_lane import Plan
 from openelm_jax.data.text import (
     BadRecordLimit,
@@ -252,65 +253,65 @@ def _lanes(config: DataConfig, manifest: Manifest, global_batch_size: int) -> in
     """
     most = config.lanes or choose_lanes(manifest.num_bytes, global_batch_size)
     assert global_batch_size % most == 0, (global_batch_size, most)
-    records_SP = [
-        _count_records_of_places(config, source, index, most)
+    # Where each lane has shards of its own nothing is read: they are taken to hold records.
+    shared = [
+        (source, _look_at_places(config, source, index))
         for index, source in enumerate(manifest.sources)
+        if len(source.shards) < most
     ]
-    largest = max(
+    largest = next(
         lanes
-        for lanes in _divisors(global_batch_size)
-        if lanes <= most and all(_works(lanes, records_P) for records_P in records_SP)
+        for lanes in reversed(_divisors(global_batch_size))
+        if lanes <= most
+        and all(_works(lanes, len(source.shards), holds) for source, (_, holds) in shared)
     )
-    if config.lanes is None:
+    if config.lanes is None or largest == most:
         return largest
-    for index, (source, records_P) in enumerate(zip(manifest.sources, records_SP, strict=True)):
-        if 0 in records_P:
-            shuffled = order.permutation((config.seed, order.SHARDS, index), len(records_P))
-            empty = source.shards[int(shuffled[records_P.index(0)])]
-            raise UserError(
-                f"data.sources {source.name}: {empty.path} holds no record; take it out of the "
-                "source's files."
-            )
-        if not _works(most, records_P):
+    for source, (shards_P, holds) in shared:
+        for place, shard in enumerate(shards_P):
+            if not holds(place, 1):
+                raise UserError(
+                    f"data.sources {source.name}: {shard.path} holds no record; take it out of "
+                    "the source's files."
+                )
+        if not _works(most, len(shards_P), holds):
             raise UserError(
                 f"data.sources {source.name}: {most} lanes leave some without a record; the most "
                 f"that work for training.global_batch_size {global_batch_size} are "
                 f"data.lanes {largest}."
             )
-    return most
+    raise AssertionError("a source has too few records")
 
 
-def _works(lanes: int, records_P: list[int]) -> bool:
-    """Whether each lane has a record, given those of the shard at each place of a source."""
-    for lane in range(lanes):
-        places, _, number = order.shards_of_lane(lane, lanes, len(records_P))
-        if all(records_P[place] <= number for place in places):
-            return False
-    return True
-
-
-def _count_records_of_places(
-    config: DataConfig, source: Source, index: int, most: int
-) -> list[int]:
-    """Return the records of the shard at each place of a source, counted as far as `most` lanes
-    need; where each lane has shards of its own, or a range of a large one, nothing is read and as
-    many are taken to be there.
-    """
-    num_shards = len(source.shards)
-    if num_shards >= most:
-        return [1] * num_shards
-    shuffled = order.permutation((config.seed, order.SHARDS, index), num_shards)
+def _look_at_places(
+    config: DataConfig, source: Source, index: int
+) -> tuple[list[Shard], Callable[[int, int], bool]]:
+    """Return the shard at each place of a source, and what tells of the one at a place whether
+    each of so many parts of it holds a record."""
+    shuffled = order.permutation((config.seed, order.SHARDS, index), len(source.shards))
+    shards_P = [source.shards[int(number)] for number in shuffled]
     skip_damage = config.on_damaged_shard == "skip_rest"
-    counts = []
-    for place, number in enumerate(shuffled):
-        shard = source.shards[int(number)]
-        sharers = order.lanes_of_place(place, most, num_shards)
-        counts.append(
-            sharers
-            if splits_by_position(shard, sharers)
-            else count_records(shard, source.text_key, sharers, skip_damage=skip_damage)
+
+    @functools.cache
+    def holds(place: int, of: int) -> bool:
+        return each_part_holds_records(
+            shards_P[place], source.text_key, of, skip_damage=skip_damage
         )
-    return counts
+
+    return shards_P, holds
+
+
+def _works(lanes: int, num_shards: int, holds: Callable[[int, int], bool]) -> bool:
+    """Whether each lane has a record of a source."""
+    if num_shards < lanes:
+        return all(
+            holds(place, order.lanes_of_place(place, lanes, num_shards))
+            for place in range(num_shards)
+        )
+    return all(
+        any(holds(place, 1) for place in order.shards_of_lane(lane, lanes, num_shards)[0])
+        for lane in range(lanes)
+    )
 
 
 def _divisors(number: int) -> list[int]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from openelm_jax.data import demo, line_files, record_files, storage
@@ -40,6 +41,7 @@ __all__ = [
     "Reader",
     "Record",
     "count_records",
+    "each_part_holds_records",
     "locate",
     "open_reader",
     "read_blocks",
@@ -47,6 +49,8 @@ __all__ = [
 ]
 
 COUNTED_BYTES = 1 << 20
+# To see whether a range holds a record.
+PROBED_BYTES, PROBES_AT_ONCE = 1 << 16, 16
 # A record of a range so far into a file is named by the range: to count the lines before it takes
 # too long.
 LINES_COUNTED_BYTES = 64 << 20
@@ -72,13 +76,18 @@ def open_reader(shard: Shard, text_key: str, block_bytes: int, part: Part = WHOL
 
 
 def read_blocks(
-    shard: Shard, text_key: str, block_bytes: int, *, skip_damage: bool = False
+    shard: Shard,
+    text_key: str,
+    block_bytes: int,
+    part: Part = WHOLE,
+    *,
+    skip_damage: bool = False,
 ) -> Iterator[Block]:
-    """Yield the blocks of a shard from its beginning.
+    """Yield the blocks of a shard, or of a part of it, from its beginning.
 
     Raises UserError for a damaged file, unless `skip_damage` leaves it at what can be read.
     """
-    reader = open_reader(shard, text_key, block_bytes)
+    reader = open_reader(shard, text_key, block_bytes, part)
     position: int | None = 0
     number = 0
     while position is not None:
@@ -106,9 +115,10 @@ def locate(shard: Shard, number: int, part: Part = WHOLE) -> str:
 
 
 def splits_by_position(shard: Shard, of: int) -> bool:
-    """Whether each of `of` parts is a range that surely holds a record, so that none need count.
+    """Whether each of `of` parts is a range, so that all of them cost no more than the whole.
 
-    Looks into the index of parquet and array_record, and nowhere else.
+    Looks into the index of parquet and array_record, and nowhere else: the ranges of these hold
+    records, while a line of a jsonl that is longer than a range leaves one without any.
     """
     try:
         match shard.format:
@@ -119,6 +129,25 @@ def splits_by_position(shard: Shard, of: int) -> bool:
     except DamagedFile:
         return False
     return line_files.splits_into_ranges(shard, of)
+
+
+def each_part_holds_records(
+    shard: Shard, text_key: str, of: int, *, skip_damage: bool = False
+) -> bool:
+    """Whether each of `of` parts of a shard holds a record.
+
+    Reads the first line of each range of a jsonl, and the file as far as `of` records where it
+    has neither ranges nor an index. Raises UserError as `count_records` does.
+    """
+    if not line_files.splits_into_ranges(shard, of):
+        return count_records(shard, text_key, of, skip_damage=skip_damage) >= of
+
+    def holds_records(number: int) -> bool:
+        blocks = read_blocks(shard, text_key, PROBED_BYTES, Part(number, of))
+        return any(block.records for block in blocks)
+
+    with ThreadPoolExecutor(PROBES_AT_ONCE) as pool:  # a remote store takes long to answer
+        return all(pool.map(holds_records, range(of)))
 
 
 def count_records(shard: Shard, text_key: str, most: int, *, skip_damage: bool = False) -> int:
