@@ -230,6 +230,14 @@ def test_what_would_stop_a_run_is_told_and_stops_no_sample(tmp_path):
     assert "4 lanes leave some without a record" in crowded.notes[0]
 
 
+def test_a_record_of_any_bytes_is_shown_with_nothing_for_the_terminal_to_obey(tmp_path):
+    (tmp_path / "web").mkdir()
+    (tmp_path / "web" / "a.jsonl").write_bytes(b'{"text": "some"}\n\x1b[2J\x00\n')
+    shown = printed(sample(config(tmp_path, source("web")), num_records=9))
+    assert "\\x1b[2J\\x00" in shown
+    assert shown.replace("\n", "").isprintable()
+
+
 # --- Runs.
 
 

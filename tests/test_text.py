@@ -237,6 +237,16 @@ def test_a_bad_record_of_a_part_is_named_by_its_line_in_the_file(tmp_path, monke
         limit.end_first_pass()
 
 
+def test_an_excerpt_of_a_bad_record_gives_a_terminal_nothing_to_obey(tmp_path):
+    record = b"\x1b[2J\x00\x07\r\xff\xc2\x9b\xe2\x80\xa8 na\xc3\xafve"
+    (tmp_path / "a.jsonl").write_bytes(record + b"\n")
+    with pytest.raises(UserError) as refusal:
+        check_source(*listed(tmp_path))
+    said = str(refusal.value)
+    assert said.isprintable()
+    assert "(not UTF-8: \\x1b[2J\\x00\\x07\\r\ufffd\\x9b\\u2028 naïve)" in said
+
+
 def test_corenets_row_is_cut_or_filled_and_says_by_how_much():
     tokens = np.array([1, 7, 8, 2], dtype=np.int32)
     for length, row, truncated, padded in (

@@ -26,6 +26,7 @@ from openelm_jax.data.audit import (
     tokens_seen,
     total,
 )
+from openelm_jax.data.text import printable
 
 Cells = Callable[[Counters], list[str]]
 NOTHING = "-"
@@ -213,7 +214,7 @@ def _legend(audit: Audit) -> str:
 def _example(example: Example) -> RenderableType:
     fate = "kept" if example.kind == "kept" else "bad" if "bad" in example.kind else "dropped"
     heading = Text(f"{fate}, {example.reason}: ", style="cyan")
-    text = " ".join(example.text.split()) or "(empty)"
+    text = printable(" ".join(example.text.split())) or "(empty)"
     more = "..." if len(example.text) == EXAMPLE_CHARS else ""
     lines = Group(heading.append(example.place, style="dim"), Text(text + more, overflow="fold"))
     return Padding(lines, (0, 0, 0, 2))

@@ -303,5 +303,10 @@ def _check_block(source: Source, shard: Shard, block: Block) -> None:
     )
 
 
+def printable(text: str) -> str:
+    """Return a text with escapes in place of what a terminal may obey."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+
+
 def _excerpt(record: Record) -> str:
-    return "null" if record is None else record[:320].decode(errors="replace")[:80]
+    return "null" if record is None else printable(record[:320].decode(errors="replace")[:80])
