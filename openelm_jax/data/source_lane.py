@@ -99,17 +99,14 @@ class SourceLane(DatasetIterator):
 
     def get_state(self) -> Any:
         first = self._packer.first()
-        if first is not None:
-            state_C = np.array(first[0], dtype=np.int64)
-            state_C[Column.SKIP] = first[1]
-        else:
-            state_C = np.array(self._now if self._has_read else self._restored, dtype=np.int64)
+        assert first is not None, "a state is that after a row"
+        state_C = np.array(first[0], dtype=np.int64)
+        state_C[Column.SKIP] = first[1]
         state_C[Column.ROWS] = self._rows
         return state_C
 
     def set_state(self, state: Any) -> None:
         self._restored: list[int] = np.asarray(state).tolist()
-        self._has_read = False
         self._now = self._restored.copy()  # where the next record is, and the counters so far
         self._now[Column.SKIP] = 0
         self._rows = self._restored[Column.ROWS]
@@ -144,7 +141,6 @@ class SourceLane(DatasetIterator):
         while True:
             number, record = self._seek_record()
             before = self._now.copy()
-            self._has_read = True
             self._now[Column.INDEX] += 1
             text = self._read_text(number, record)
             if text is not None:
