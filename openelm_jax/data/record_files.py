@@ -32,7 +32,7 @@ from openelm_jax.tokenizer import protobuf_fields
 
 # What pyarrow may hold in a process between blocks: for each stream some pages of a column. A
 # stream that comes when there is no room decodes its row group from the beginning for each block.
-MOST_KEPT_BYTES = 2 << 30
+MOST_KEPT_BYTES = 1 << 30
 
 
 def rows_of_groups(shard: Shard) -> list[int]:
