@@ -24,7 +24,7 @@ from openelm_jax.errors import UserError
 MAX_LINE_CHARS = 1000
 MAX_TRAINING_CHARS = 500_000_000
 # Short chunks are encoded faster for each character, until the calls cost more than that saves.
-CHUNK_CHARS = 350
+CHUNK_CHARS = 500
 PART_CHUNKS = 16
 _SPACES = " \u2581"  # the second is what a space is in a piece
 _SPACE_AFTER_CHARACTER = re.compile("[^\u2581]\u2581| ")
