@@ -42,3 +42,19 @@ def train_here(
     compilation_cache.reset_cache()
     for number, handler in handlers.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Return the list of (start, length) of all reads from files."""
+    from openelm_jax.data import storage
+
+    made = []
+    real = storage.read
+
+    def spy(path: str, start: int, length: int) -> bytes:
+        made.append((start, length))
+        return real(path, start, length)
+
+    monkeypatch.setattr(storage, "read", spy)
+    return made
