@@ -132,9 +132,11 @@ def measure_workers(config: DataConfig, plan: Plan, seconds: float) -> list[Figu
                 for _ in range(8):  # those that were made ahead, while nobody looked at the clock
                     next(data)
                 count, begin, cpu = 0, time.monotonic(), time.process_time()
-                while (elapsed := time.monotonic() - begin) < WORKER_WINDOW:
+                elapsed = 0.0
+                while elapsed < WORKER_WINDOW:
                     next(data)
                     count += 1
+                    elapsed = time.monotonic() - begin
                 shares.append((time.process_time() - cpu) / elapsed)
                 batches_per_second.append(count / elapsed)
         ratios.append(batches_per_second[1] / batches_per_second[0])
