@@ -25,8 +25,8 @@ def import_ftfy() -> ModuleType:
         import ftfy
     except ImportError as error:
         raise UserError(
-            "data.normalize ftfy (what packing=corenet sets) needs the package ftfy; install it "
-            "with: pip install 'openelm_jax[corenet]'."
+            "data.normalize ftfy (what packing=corenet sets) needs the package ftfy; run "
+            "pip install -e '.[corenet]'."
         ) from error
     return ftfy
 
