@@ -62,7 +62,7 @@ def test_corenets_packing_brings_its_filter_and_repair_unless_they_are_named(
 def test_without_ftfy_its_rules_are_refused_with_the_extra_to_install(monkeypatch):
     normalization.import_ftfy.cache_clear()
     monkeypatch.setitem(sys.modules, "ftfy", None)
-    with pytest.raises(UserError, match=r"needs the package ftfy; .* 'openelm_jax\[corenet\]'"):
+    with pytest.raises(UserError, match=r"needs the package ftfy; run pip .* '\.\[corenet\]'"):
         TextRules.of(DataConfig(packing="corenet"), row_length=9)
     assert TextRules.of(DataConfig(packing="corenet", normalize="nfc"), 9).normalize == "nfc"
 
