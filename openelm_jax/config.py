@@ -15,6 +15,7 @@ from typing import Any, Literal
 from openelm_jax.errors import UserError
 
 DType = Literal["float32", "bfloat16"]
+AttentionName = Literal["auto", "portable", "splash", "cudnn"]
 UNIONS = (typing.Union, types.UnionType)
 
 
@@ -236,6 +237,8 @@ class OptimizerConfig:
     """Decoupled decay of tensors with two or more dimensions."""
     clip_norm: float = 1.0
     """Largest global gradient norm."""
+    first_moment_dtype: DType = "float32"
+    """bfloat16 saves two bytes a parameter; the second moment is always float32."""
 
     def __post_init__(self) -> None:
         _check_types("optimizer.", self)
@@ -272,16 +275,23 @@ class TrainingConfig:
     """Parts a batch is cut into, one after the other, to save memory."""
     dtype: DType = "bfloat16"
     """Compute type; parameters, reductions and optimiser stay float32."""
-    remat: Literal["none", "block"] = "none"
-    """block recomputes each layer's activations in the backward pass."""
+    attention: AttentionName = "auto"
+    """Kernel of attention; auto is splash on TPUs, cudnn on GPUs that have it, else portable."""
+    remat: Literal["none", "dots", "save_attention", "block", "budget"] = "none"
+    """What the backward pass computes again: nothing; all but products and attention; all but
+    attention; whole layers; or, of these, what a layer needs for all to fit into memory_gib."""
+    memory_gib: float | None = None
+    """Memory of a device that remat=budget fills; None is nine tenths of what the device has."""
     z_loss: float = 1e-4
     """Weight of the mean squared log-partition."""
-    loss_chunk: int = 1024
-    """Tokens whose logits exist at the same time."""
+    loss_chunk: int | None = None
+    """Tokens of a device whose logits exist at the same time; None chooses by their size."""
     seed: int = 0
     """Seed of the initial weights."""
     log_every: int = 10
     """Steps between metrics."""
+    profile_steps: str | None = None
+    """FIRST:LAST, steps whose profile is written into the run directory."""
     validate_every: int = 1000
     """Steps between validations; 0 validates at the end only."""
     sample_prompts: tuple[str, ...] = ()
@@ -301,6 +311,32 @@ class TrainingConfig:
             )
         if not self.z_loss >= 0:
             raise UserError(f"training.z_loss is {self.z_loss}: it must not be negative.")
+        if self.memory_gib is not None and not self.memory_gib > 0:
+            raise UserError(f"training.memory_gib is {self.memory_gib}: it must be above 0.")
+        if self.profile_steps is not None:
+            first_and_last(self.profile_steps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """How devices are laid out (docs/scaling.md): sizes of the axes, whose product is their number.
+
+    One of replica and fsdp may be left out, or both: fsdp is what the others leave.
+    """
+
+    replica: int | None = None
+    """Copies of the whole state; None is one for each slice (TPU) or node (GPU)."""
+    fsdp: int | None = None
+    """Devices that share the state of one copy and divide its rows; None is all that are left."""
+    tensor: int = 1
+    """Devices that divide the heads and FFN columns of each layer."""
+    context: int = 1
+    """Devices that divide the tokens of each row."""
+
+    def __post_init__(self) -> None:
+        _check_types("mesh.", self)
+        for name in ("replica", "fsdp", "tensor", "context"):
+            _require_at_least("mesh", name, getattr(self, name), 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -329,6 +365,7 @@ class Experiment:
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig
     training: TrainingConfig
+    mesh: MeshConfig = field(default_factory=MeshConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     def __post_init__(self) -> None:
@@ -345,6 +382,16 @@ class Experiment:
                 f"tokenizer.vocab_size {pieces} is larger than model.vocab_size "
                 f"{self.model.vocab_size}: raise the model's or lower the tokenizer's."
             )
+
+
+def first_and_last(steps: str) -> tuple[int, int]:
+    """Return the numbers of `training.profile_steps`; raises UserError unless FIRST:LAST."""
+    match = re.fullmatch(r"(\d+):(\d+)", steps)
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
+        raise UserError(
+            f"training.profile_steps is {steps!r}: give the first and the last step, 10:13 say."
+        )
+    return int(match[1]), int(match[2])
 
 
 def _require_at_least(group: str, name: str, value: int | None, least: int) -> None:
