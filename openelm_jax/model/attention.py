@@ -11,8 +11,20 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None], jax.Array]
+Segments = tuple[jax.Array, jax.Array]
+"""Number of each query's document [B, T], and of each key's [B, S]."""
+CausalAttend = Callable[
+    [jax.Array, jax.Array, jax.Array, Segments | None, jax.Array | int], jax.Array
+]
+"""What a kernel is; `causal_attend` says what it computes."""
+
+OUT = "attention_out"
+LOG_PARTITION = "attention_log_partition"
+"""Names of what a kernel's gradient needs besides query, key and value (`checkpoint_name`): a
+remat policy that keeps both computes no attention again."""
 
 
 def attend(
@@ -30,37 +42,53 @@ def attend(
     The softmax is float32.
     """
     if positions_BT is None:
-        return _causal(query_BTNH, key_BSKH, value_BSKH, segments_BT)
+        segments = None if segments_BT is None else (segments_BT, segments_BT)
+        return causal_attend(query_BTNH, key_BSKH, value_BSKH, segments)
     assert segments_BT is None, "slots have no segments"
     visible_BTS = jnp.arange(key_BSKH.shape[1]) <= positions_BT[:, :, None]
     return jax.nn.dot_product_attention(query_BTNH, key_BSKH, value_BSKH, mask=visible_BTS[:, None])
 
 
-@jax.custom_vjp
-def _causal(
+def causal_attend(
     query_BTNH: jax.Array,
-    key_BTKH: jax.Array,
-    value_BTKH: jax.Array,
-    segments_BT: jax.Array | None,
+    key_BSKH: jax.Array,
+    value_BSKH: jax.Array,
+    segments: Segments | None = None,
+    first: jax.Array | int = 0,
 ) -> jax.Array:
-    return _causal_forward(query_BTNH, key_BTKH, value_BTKH, segments_BT)[0]
+    """Return softmax(q k^T / sqrt(H)) v [B, T, N, H] of queries that are T of the S tokens.
+
+    Query t is token `first` + t and sees the tokens up to itself, of its own segment where
+    `segments` are given. The gradient keeps no [T, S] matrix. Runs on every platform.
+    """
+    return _causal(query_BTNH, key_BSKH, value_BSKH, segments, first)
 
 
-def _causal_forward(query_BTNH, key_BTKH, value_BTKH, segments_BT):
-    num_tokens, num_kv_heads, head_dim = key_BTKH.shape[1:]
+@jax.custom_vjp
+def _causal(query_BTNH, key_BSKH, value_BSKH, segments, first):
+    return _causal_forward(query_BTNH, key_BSKH, value_BSKH, segments, first)[0]
+
+
+def _causal_forward(query_BTNH, key_BSKH, value_BSKH, segments, first):
+    num_queries = query_BTNH.shape[1]
+    num_keys, num_kv_heads, head_dim = key_BSKH.shape[1:]
     query_BKRH = _fold(query_BTNH, num_kv_heads)
-    key_BKTH, value_BKTH = key_BTKH.transpose(0, 2, 1, 3), value_BTKH.transpose(0, 2, 1, 3)
-    scores_BKRT = _product("BKRH,BKTH->BKRT", query_BKRH, key_BKTH) * head_dim**-0.5
-    visible = _visible(query_BKRH.shape[2], num_tokens, segments_BT)
-    scores_BKRT = jnp.where(visible, scores_BKRT, -jnp.inf)
-    highest_BKR1 = scores_BKRT.max(axis=-1, keepdims=True)
-    weights_BKRT = jnp.exp(scores_BKRT - highest_BKR1)
-    sum_BKR1 = weights_BKRT.sum(axis=-1, keepdims=True)
-    mixed_BKRH = _product("BKRT,BKTH->BKRH", weights_BKRT.astype(value_BTKH.dtype), value_BKTH)
-    mixed_BKRH = (mixed_BKRH / sum_BKR1).astype(query_BTNH.dtype)
-    log_partition_BKR = (highest_BKR1 + jnp.log(sum_BKR1))[..., 0]
-    residuals = (query_BKRH, key_BKTH, value_BKTH, segments_BT, mixed_BKRH, log_partition_BKR)
-    return _unfold(mixed_BKRH, num_tokens), residuals
+    key_BKSH, value_BKSH = key_BSKH.transpose(0, 2, 1, 3), value_BSKH.transpose(0, 2, 1, 3)
+    scores_BKRS = _product("BKRH,BKSH->BKRS", query_BKRH, key_BKSH) * head_dim**-0.5
+    group = query_BTNH.shape[2] // num_kv_heads
+    visible = _visible(group, num_queries, num_keys, segments, first)
+    scores_BKRS = jnp.where(visible, scores_BKRS, -jnp.inf)
+    highest_BKR1 = scores_BKRS.max(axis=-1, keepdims=True)
+    weights_BKRS = jnp.exp(scores_BKRS - highest_BKR1)
+    sum_BKR1 = weights_BKRS.sum(axis=-1, keepdims=True)
+    mixed_BKRH = _product("BKRS,BKSH->BKRH", weights_BKRS.astype(value_BSKH.dtype), value_BKSH)
+    mixed_BKRH = checkpoint_name((mixed_BKRH / sum_BKR1).astype(query_BTNH.dtype), OUT)
+    log_partition_BKR = checkpoint_name((highest_BKR1 + jnp.log(sum_BKR1))[..., 0], LOG_PARTITION)
+    residuals = (
+        *(query_BKRH, key_BKSH, value_BKSH, segments, first),
+        *(mixed_BKRH, log_partition_BKR),
+    )
+    return _unfold(mixed_BKRH, num_queries), residuals
 
 
 def _causal_backward(residuals, d_mixed_BTNH):
@@ -68,27 +96,29 @@ def _causal_backward(residuals, d_mixed_BTNH):
 
     (The recomputation is FlashAttention's, arXiv 2205.14135, without its tiles.)
     """
-    query_BKRH, key_BKTH, value_BKTH, segments_BT, mixed_BKRH, log_partition_BKR = residuals
-    num_kv_heads, num_tokens, head_dim = key_BKTH.shape[1:]
+    query_BKRH, key_BKSH, value_BKSH, segments, first, mixed_BKRH, log_partition_BKR = residuals
+    num_queries, num_heads = d_mixed_BTNH.shape[1:3]
+    num_kv_heads, num_keys, head_dim = key_BKSH.shape[1:]
     scale = head_dim**-0.5
     d_mixed_BKRH = _fold(d_mixed_BTNH, num_kv_heads)
-    scores_BKTR = _product("BKTH,BKRH->BKTR", key_BKTH, query_BKRH) * scale
-    visible = _visible(query_BKRH.shape[2], num_tokens, segments_BT).swapaxes(-2, -1)
-    weights_BKTR = jnp.exp(scores_BKTR - log_partition_BKR[:, :, None])
-    weights_BKTR = jnp.where(visible, weights_BKTR, 0.0)
-    d_weights_BKTR = _product("BKTH,BKRH->BKTR", value_BKTH, d_mixed_BKRH)
+    scores_BKSR = _product("BKSH,BKRH->BKSR", key_BKSH, query_BKRH) * scale
+    visible = _visible(num_heads // num_kv_heads, num_queries, num_keys, segments, first)
+    weights_BKSR = jnp.exp(scores_BKSR - log_partition_BKR[:, :, None])
+    weights_BKSR = jnp.where(visible.swapaxes(-2, -1), weights_BKSR, 0.0)
+    d_weights_BKSR = _product("BKSH,BKRH->BKSR", value_BKSH, d_mixed_BKRH)
     delta_BKR = (d_mixed_BKRH.astype(jnp.float32) * mixed_BKRH.astype(jnp.float32)).sum(axis=-1)
-    d_scores_BKTR = (weights_BKTR * (d_weights_BKTR - delta_BKR[:, :, None]) * scale).astype(
+    d_scores_BKSR = (weights_BKSR * (d_weights_BKSR - delta_BKR[:, :, None]) * scale).astype(
         query_BKRH.dtype
     )
-    weights_BKTR = weights_BKTR.astype(value_BKTH.dtype)
-    d_value_BKTH = jnp.einsum("BKTR,BKRH->BKTH", weights_BKTR, d_mixed_BKRH)
-    d_key_BKTH = jnp.einsum("BKTR,BKRH->BKTH", d_scores_BKTR, query_BKRH)
-    d_query_BKHR = jnp.einsum("BKHT,BKTR->BKHR", key_BKTH.transpose(0, 1, 3, 2), d_scores_BKTR)
+    weights_BKSR = weights_BKSR.astype(value_BKSH.dtype)
+    d_value_BKSH = jnp.einsum("BKSR,BKRH->BKSH", weights_BKSR, d_mixed_BKRH)
+    d_key_BKSH = jnp.einsum("BKSR,BKRH->BKSH", d_scores_BKSR, query_BKRH)
+    d_query_BKHR = jnp.einsum("BKHS,BKSR->BKHR", key_BKSH.transpose(0, 1, 3, 2), d_scores_BKSR)
     return (
-        _unfold(d_query_BKHR.transpose(0, 1, 3, 2), num_tokens),
-        d_key_BKTH.transpose(0, 2, 1, 3),
-        d_value_BKTH.transpose(0, 2, 1, 3),
+        _unfold(d_query_BKHR.transpose(0, 1, 3, 2), num_queries),
+        d_key_BKSH.transpose(0, 2, 1, 3),
+        d_value_BKSH.transpose(0, 2, 1, 3),
+        None,
         None,
     )
 
@@ -115,13 +145,16 @@ def _unfold(x_BKRH: jax.Array, num_tokens: int) -> jax.Array:
     return x_BKGTH.transpose(0, 3, 1, 2, 4).reshape(batch, num_tokens, -1, head_dim)
 
 
-def _visible(num_queries: int, num_tokens: int, segments_BT: jax.Array | None) -> jax.Array:
-    """Return bool [R, T], with segments [B, 1, R, T]: may folded query r see token t."""
-    visible_RT = jnp.arange(num_tokens) <= (jnp.arange(num_queries) % num_tokens)[:, None]
-    if segments_BT is None:
-        return visible_RT
-    segments_BR = jnp.tile(segments_BT, (1, num_queries // num_tokens))
-    return visible_RT & (segments_BR[:, None, :, None] == segments_BT[:, None, None, :])
+def _visible(
+    group: int, num_queries: int, num_keys: int, segments: Segments | None, first: jax.Array | int
+) -> jax.Array:
+    """Return bool [R, S], with segments [B, 1, R, S]: may folded query r see token s."""
+    index_R = jnp.arange(group * num_queries) % num_queries
+    visible_RS = jnp.arange(num_keys) <= (first + index_R)[:, None]
+    if segments is None:
+        return visible_RS
+    query_BR = jnp.tile(segments[0], (1, group))
+    return visible_RS & (query_BR[:, None, :, None] == segments[1][:, None, None, :])
 
 
 def segments_of(tokens_BT: jax.Array, bos_id: int) -> jax.Array:
