@@ -97,7 +97,7 @@ def main(argv: list[str]) -> None:
     )
 
     # --- Model and state: new, from weights, or from the last checkpoint.
-    decoder = Decoder(config, dtype=jnp.dtype(training.dtype), remat=training.remat == "block")
+    decoder = Decoder(config, dtype=jnp.dtype(training.dtype), remat=training.remat)
     optimizer = make_optimizer(experiment.optimizer)
     checkpointer = Checkpointer(directory, experiment.checkpoint)
     like = jax.eval_shape(lambda: new_state(init_params(config, training.seed), optimizer))

@@ -132,7 +132,7 @@ def test_losses_and_gradients_are_the_sums_over_the_documents_alone():
         np.testing.assert_allclose(ours, wanted, rtol=1e-4, atol=1e-5 * np.abs(wanted).max())
 
 
-@pytest.mark.parametrize(("dtype", "remat"), [(jnp.float32, False), (jnp.bfloat16, True)])
+@pytest.mark.parametrize(("dtype", "remat"), [(jnp.float32, "none"), (jnp.bfloat16, "block")])
 def test_another_document_before_it_changes_no_bit_of_a_document(dtype, remat):
     rows_BT = rows_of_documents()
     changed_BT = rows_BT.copy()

@@ -189,8 +189,8 @@ def test_remat_changes_neither_logits_nor_gradients():
 
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
-        results(remat=False),
-        results(remat=True),
+        results(remat="none"),
+        results(remat="block"),
     )
 
 

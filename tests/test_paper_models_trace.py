@@ -17,7 +17,7 @@ def test_the_3b_step_lowers_to_a_program_over_all_its_parameters():
     optimizer = make_optimizer(experiment.optimizer)
     state = jax.eval_shape(lambda: new_state(init_params(experiment.model, 0), optimizer))
     assert sum(leaf.size for leaf in jax.tree.leaves(state.params)) == 3_037_040_640
-    decoder = Decoder(experiment.model, dtype=jnp.bfloat16, remat=True)
+    decoder = Decoder(experiment.model, dtype=jnp.bfloat16, remat="block")
     step = jax.jit(make_train_step(decoder, optimizer, experiment.training), donate_argnums=0)
     batch = Batch(
         jax.ShapeDtypeStruct((2, 2049), jnp.int32), jax.ShapeDtypeStruct((2, 2048), jnp.bool_)

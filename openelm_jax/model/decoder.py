@@ -3,16 +3,20 @@
 Legend: B batch, T time, S cache length, D model, N query heads, K kv heads, H head dim, F ffn,
 V vocab. Kernels are stored [in, out], embedding and head [V, D]; parameters are float32 and cast
 to the compute dtype where they are used. No layer is scanned over: no two need be alike.
+
+A mesh enters by `Collectives` and by `shapes`: a device then computes its own heads and columns of
+each layer, from its own shard of each weight.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from openelm_jax.config import ModelConfig
 from openelm_jax.model.attention import Attend, Turns, attend, positions_in, rotate, turns
@@ -20,7 +24,6 @@ from openelm_jax.model.cache import Cache, LayerCache, write_cache
 from openelm_jax.model.scaling import LayerShape, layer_shapes
 
 Params = dict[str, Any]
-Gather = Callable[[jax.Array], jax.Array]
 
 NORM_EPS = {"rms_norm": 1e-6, "layer_norm": 1e-5}
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -28,10 +31,65 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
 }
 
+REMAT_KEEPS: dict[str, tuple[str, ...]] = {
+    "dots": ("qkv", "attention_out", "attention_log_partition", "attended", "wide"),
+    "save_attention": ("attention_out", "attention_log_partition"),
+    "block": (),
+}
+"""The named activations that the backward pass of a layer finds, by `remat`; with `none`, all."""
 
-def keep(weight: jax.Array) -> jax.Array:
-    """Return a weight as it is: the `gather` of a model that is not sharded."""
-    return weight
+
+def gather(weight: jax.Array, path: str, dtype: Any) -> jax.Array:
+    """Return a weight in the compute dtype: what is done to it where nothing is sharded."""
+    return weight.astype(dtype)
+
+
+@jax.custom_vjp
+def _rows(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
+    return table_VD[tokens_BT]
+
+
+def _rows_forward(table_VD, tokens_BT):
+    return table_VD[tokens_BT], (table_VD, tokens_BT)
+
+
+def _rows_backward(residuals, d_x_BTD):
+    table_VD, tokens_BT = residuals
+    return add_rows(table_VD.shape, tokens_BT, d_x_BTD), None
+
+
+_rows.defvjp(_rows_forward, _rows_backward)
+
+
+def add_rows(shape: tuple[int, ...], tokens_BT: jax.Array, x_BTD: jax.Array) -> jax.Array:
+    """Return float32 [V, D], the sum of what `x_BTD` holds for each token."""
+    return jnp.zeros(shape, jnp.float32).at[tokens_BT].add(x_BTD.astype(jnp.float32))
+
+
+def embed(table_VD: jax.Array, tokens_BT: jax.Array, dtype: Any) -> jax.Array:
+    """Return the rows [B, T, D] of the tokens; a row's gradients are summed in float32."""
+    return _rows(table_VD, tokens_BT).astype(dtype)
+
+
+def same(x: jax.Array, path: str) -> jax.Array:
+    """Return `x`: what happens at the borders of a layer whose columns are not divided."""
+    return x
+
+
+class Collectives(NamedTuple):
+    """Where a mesh enters the model; `path` is the parameter's, `layers_3/attention/qkv`, say.
+
+    gather: (weight, path, dtype) -> the matrix that this device computes with. embed: (table,
+    tokens, dtype) -> rows. enter, leave: around the products of a layer that devices divide by
+    columns, `path` being that of the half layer. divided: whether weights are gathered from other
+    devices, and therefore again in the backward pass rather than kept.
+    """
+
+    gather: Callable[[jax.Array, str, Any], jax.Array] = gather
+    embed: Callable[[jax.Array, jax.Array, Any], jax.Array] = embed
+    enter: Callable[[jax.Array, str], jax.Array] = same
+    leave: Callable[[jax.Array, str], jax.Array] = same
+    divided: bool = False
 
 
 class Norm(nn.Module):
@@ -61,7 +119,7 @@ class Attention(nn.Module):
     config: ModelConfig
     shape: LayerShape
     attend: Attend
-    gather: Gather
+    collectives: Collectives
 
     @nn.compact
     def __call__(
@@ -72,11 +130,12 @@ class Attention(nn.Module):
         segments_BT: jax.Array | None,
         cache: LayerCache | None,
     ) -> tuple[jax.Array, LayerCache | None]:
-        config, shape = self.config, self.shape
+        config, shape, path = self.config, self.shape, path_of(self)
         qkv = _kernel(self, "qkv", config.model_dim, shape.query_dim + 2 * shape.kv_dim)
         out = _kernel(self, "out", shape.query_dim, config.model_dim, _residual_std(config))
 
-        heads = x_BTD @ self.gather(qkv).astype(x_BTD.dtype)
+        x_BTD = self.collectives.enter(x_BTD, path)
+        heads = checkpoint_name(x_BTD @ self._gathered(qkv, "qkv", x_BTD.dtype), "qkv")
         heads = heads.reshape(*x_BTD.shape[:2], -1, config.head_dim)
         query_BTNH, key_BTKH, value_BTKH = jnp.split(
             heads,
@@ -97,7 +156,11 @@ class Attention(nn.Module):
             value_BSKH = cache.value_BSKH.astype(x_BTD.dtype)
             mixed_BTNH = self.attend(query_BTNH, key_BSKH, value_BSKH, positions_BT, segments_BT)
         mixed_BTE = mixed_BTNH.reshape(*x_BTD.shape[:2], shape.query_dim)
-        return mixed_BTE @ self.gather(out).astype(x_BTD.dtype), cache
+        projected_BTD = mixed_BTE @ self._gathered(out, "out", x_BTD.dtype)
+        return self.collectives.leave(projected_BTD, path), cache
+
+    def _gathered(self, weight: jax.Array, name: str, dtype: Any) -> jax.Array:
+        return self.collectives.gather(weight, f"{path_of(self)}/{name}", dtype)
 
 
 class FeedForward(nn.Module):
@@ -105,22 +168,25 @@ class FeedForward(nn.Module):
 
     config: ModelConfig
     shape: LayerShape
-    gather: Gather
+    collectives: Collectives
 
     @nn.compact
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        config, ffn_dim = self.config, self.shape.ffn_dim
+        config, ffn_dim, path = self.config, self.shape.ffn_dim, path_of(self)
+        gather = self.collectives.gather
         activation = ACTIVATIONS[config.activation]
         up = _kernel(self, "up", config.model_dim, (2 if config.ffn_with_glu else 1) * ffn_dim)
         down = _kernel(self, "down", ffn_dim, config.model_dim, _residual_std(config))
 
-        wide = x_BTD @ self.gather(up).astype(x_BTD.dtype)
+        x_BTD = self.collectives.enter(x_BTD, path)
+        wide = checkpoint_name(x_BTD @ gather(up, f"{path}/up", x_BTD.dtype), "wide")
         if config.ffn_with_glu:
             gate_BTF, up_BTF = jnp.split(wide, 2, axis=-1)
             wide_BTF = activation(gate_BTF) * up_BTF
         else:
             wide_BTF = activation(wide)
-        return wide_BTF @ self.gather(down).astype(x_BTD.dtype)
+        projected_BTD = wide_BTF @ gather(down, f"{path}/down", x_BTD.dtype)
+        return self.collectives.leave(projected_BTD, path)
 
 
 class Block(nn.Module):
@@ -129,7 +195,7 @@ class Block(nn.Module):
     config: ModelConfig
     shape: LayerShape
     attend: Attend
-    gather: Gather
+    collectives: Collectives
 
     @nn.compact
     def __call__(
@@ -142,39 +208,41 @@ class Block(nn.Module):
     ) -> tuple[jax.Array, LayerCache | None]:
         config, shape = self.config, self.shape
         normal = Norm(config.normalization, name="attention_norm")(x_BTD)
-        mixed, cache = Attention(config, shape, self.attend, self.gather, name="attention")(
+        mixed, cache = Attention(config, shape, self.attend, self.collectives, name="attention")(
             normal, turns, positions_BT, segments_BT, cache
         )
-        x_BTD = x_BTD + mixed
+        x_BTD = checkpoint_name(x_BTD + mixed, "attended")
         normal = Norm(config.normalization, name="ffn_norm")(x_BTD)
-        return x_BTD + FeedForward(config, shape, self.gather, name="ffn")(normal), cache
+        return x_BTD + FeedForward(config, shape, self.collectives, name="ffn")(normal), cache
 
 
 class Decoder(nn.Module):
     """Tokens to logits.
 
-    `attend` and `gather` are where a mesh enters: the first computes attention, the second is
-    called on each matrix where it is used. `remat` recomputes every block in the backward pass.
+    `attend` computes attention. `remat` says what the backward pass computes again, for all layers
+    or for each; `shapes` are the widths that this device computes of each layer, if not all.
     """
 
     config: ModelConfig
     dtype: Any = jnp.float32
-    remat: bool = False
+    remat: str | tuple[str, ...] = "none"
     attend: Attend = attend
-    gather: Gather = keep
+    collectives: Collectives = Collectives()
+    shapes: tuple[LayerShape, ...] | None = None
 
     def setup(self) -> None:
         config = self.config
-        block = nn.remat(Block) if self.remat else Block
+        shapes = self.shapes or layer_shapes(config)
+        remats = (self.remat,) * len(shapes) if isinstance(self.remat, str) else self.remat
         self.layers = [
-            block(config, shape, self.attend, self.gather) for shape in layer_shapes(config)
+            _remade(remat, self.collectives)(config, shape, self.attend, self.collectives)
+            for shape, remat in zip(shapes, remats, strict=True)
         ]
         self.final_norm = Norm(config.normalization)
         std = config.model_dim**-0.5
-        table = (config.vocab_size, config.model_dim)
-        self.embedding = self.param("embedding", nn.initializers.normal(std), table, jnp.float32)
+        self.embedding = _kernel(self, "embedding", config.vocab_size, config.model_dim, std)
         if not config.tie_embeddings:
-            self.head = self.param("head", nn.initializers.normal(std), table, jnp.float32)
+            self.head = _kernel(self, "head", config.vocab_size, config.model_dim, std)
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
         """Return float32 logits [B, T, V] of the token after each of `tokens_BT`."""
@@ -190,10 +258,11 @@ class Decoder(nn.Module):
     ) -> tuple[jax.Array, Cache | None]:
         """Return the normed last layer [B, T, D] and the updated cache (None if none was given).
 
-        Positions default to 0..T-1; with a cache they must be given. `segments_BT` keeps the
+        Positions default to 0..T-1; with a cache they must be given, or where these are not the
+        first tokens of their rows. `segments_BT` keeps the
         runs of equal numbers in it apart: each is computed as if it stood alone, from position 0.
         """
-        x_BTD = self.gather(self.embedding).astype(self.dtype)[tokens_BT]
+        x_BTD = self.collectives.embed(self.embedding, tokens_BT, self.dtype)
         if positions_BT is not None:
             rotate_at = positions_BT
         elif segments_BT is not None:
@@ -210,7 +279,7 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Return float32 logits [..., V] of hidden states [..., D]."""
-        head_VD = self.gather(head_matrix(self)).astype(hidden.dtype)
+        head_VD = head_matrix(self).astype(hidden.dtype)
         return jnp.einsum("...D,VD->...V", hidden, head_VD, preferred_element_type=jnp.float32)
 
 
@@ -235,9 +304,30 @@ def init_params(config: ModelConfig, seed: int) -> Params:
     return init(jax.random.key(seed), tokens)["params"]
 
 
+def path_of(module: nn.Module) -> str:
+    """Return the path of a module's parameters: `layers_3/attention`, say."""
+    return "/".join(module.path)
+
+
+def _remade(remat: str, collectives: Collectives) -> type[Block]:
+    """Return Block, with what its backward pass computes again."""
+    if remat != "none":
+        keep = jax.checkpoint_policies.save_only_these_names(*REMAT_KEEPS[remat])
+        return nn.remat(Block, policy=keep)
+    if collectives.divided:  # whole weights of every layer at once are what sharding avoids
+        return nn.remat(Block, policy=_keep_what_is_not_gathered)
+    return Block
+
+
+def _keep_what_is_not_gathered(primitive: Any, *_: Any, **parameters: Any) -> bool:
+    return primitive.name != "all_gather" and parameters.get("name") != "weights"
+
+
 def _kernel(
     module: nn.Module, name: str, dim_in: int, dim_out: int, std: float | None = None
 ) -> jax.Array:
+    if module.has_variable("params", name):  # a shard, maybe: not of the whole matrix's shape
+        return jnp.asarray(module.get_variable("params", name))
     init = nn.initializers.normal(dim_in**-0.5 if std is None else std)
     return module.param(name, init, (dim_in, dim_out), jnp.float32)
 

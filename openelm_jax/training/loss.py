@@ -5,8 +5,9 @@ Legend: N tokens (batch times time), C tokens of a chunk, D model, V vocab.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,17 @@ class LossSums(NamedTuple):
     squared_log_partition: jax.Array
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+class HeadSharding(NamedTuple):
+    """How the head's shards become the matrix, and its gradient [V, D] their gradients."""
+
+    gather: Callable[[jax.Array, Any], jax.Array] = lambda head_VD, dtype: head_VD.astype(dtype)
+    scatter: Callable[[jax.Array], jax.Array] = lambda d_head_VD: d_head_VD
+
+
+WHOLE = HeadSharding()
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def chunked_loss(
     hidden_ND: jax.Array,
     head_VD: jax.Array,
@@ -27,6 +38,7 @@ def chunked_loss(
     weights_N: jax.Array,
     z_loss: float,
     chunk: int,
+    sharding: HeadSharding = WHOLE,
 ) -> tuple[jax.Array, LossSums]:
     """Return (cross-entropy + z_loss * squared log-partition, its two parts), summed with weights.
 
@@ -36,20 +48,23 @@ def chunked_loss(
     The gradient is made chunk by chunk on the way forward, when the logits are at hand: three
     products with the head instead of the four that recomputing would take. (The losses are those
     of CoreNet's `cross_entropy.py`, except that there padding adds a constant to the z-loss.)
+    `head_VD` may be a shard of it; its gradient is then that of the shard, summed in float32.
     """
-    sums, _, _ = _scan_chunks(hidden_ND, head_VD, targets_N, weights_N, z_loss, chunk, False)
+    sums, _, _ = _scan_chunks(
+        hidden_ND, head_VD, targets_N, weights_N, z_loss, chunk, sharding, False
+    )
     return sums.cross_entropy + z_loss * sums.squared_log_partition, sums
 
 
-def _forward(hidden_ND, head_VD, targets_N, weights_N, z_loss, chunk):
+def _forward(hidden_ND, head_VD, targets_N, weights_N, z_loss, chunk, sharding):
     sums, d_hidden_ND, d_head_VD = _scan_chunks(
-        hidden_ND, head_VD, targets_N, weights_N, z_loss, chunk, True
+        hidden_ND, head_VD, targets_N, weights_N, z_loss, chunk, sharding, True
     )
     total = sums.cross_entropy + z_loss * sums.squared_log_partition
     return (total, sums), (d_hidden_ND, d_head_VD)
 
 
-def _backward(z_loss, chunk, gradients, cotangents):
+def _backward(z_loss, chunk, sharding, gradients, cotangents):
     d_hidden_ND, d_head_VD = gradients
     d_total, _ = cotangents
     return (
@@ -63,7 +78,7 @@ def _backward(z_loss, chunk, gradients, cotangents):
 chunked_loss.defvjp(_forward, _backward)
 
 
-def _scan_chunks(hidden_ND, head_VD, targets_N, weights_N, z_loss, chunk, with_gradient):
+def _scan_chunks(hidden_ND, head_VD, targets_N, weights_N, z_loss, chunk, sharding, with_gradient):
     """Return the sums and, if asked for, the gradients of the total by hidden and head."""
     num_tokens, model_dim = hidden_ND.shape
     chunk = min(chunk, num_tokens)
@@ -72,7 +87,7 @@ def _scan_chunks(hidden_ND, head_VD, targets_N, weights_N, z_loss, chunk, with_g
         hidden_ND = jnp.pad(hidden_ND, ((0, padding), (0, 0)))
         targets_N = jnp.pad(targets_N, (0, padding))
         weights_N = jnp.pad(weights_N, (0, padding))
-    compute_VD = head_VD.astype(hidden_ND.dtype)
+    compute_VD = sharding.gather(head_VD, hidden_ND.dtype)
 
     def one_chunk(carry, inputs):
         sums, d_head_VD = carry
@@ -100,7 +115,7 @@ def _scan_chunks(hidden_ND, head_VD, targets_N, weights_N, z_loss, chunk, with_g
         return (sums, d_head_VD), d_hidden_CD
 
     zero = jnp.zeros((), jnp.float32)
-    d_head_VD = jnp.zeros(head_VD.shape, jnp.float32) if with_gradient else None
+    d_head_VD = jnp.zeros(compute_VD.shape, jnp.float32) if with_gradient else None
     (sums, d_head_VD), d_hidden = jax.lax.scan(
         one_chunk,
         (LossSums(zero, zero), d_head_VD),
@@ -114,4 +129,4 @@ def _scan_chunks(hidden_ND, head_VD, targets_N, weights_N, z_loss, chunk, with_g
         return sums, None, None
     assert d_head_VD is not None
     d_hidden_ND = d_hidden.reshape(-1, model_dim)[:num_tokens]
-    return sums, d_hidden_ND, d_head_VD.astype(head_VD.dtype)
+    return sums, d_hidden_ND, sharding.scatter(d_head_VD).astype(head_VD.dtype)

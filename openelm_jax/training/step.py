@@ -117,12 +117,12 @@ def _loss(
     hidden_BTD, _ = decoder.apply(
         {"params": params}, tokens_BT, segments_BT=segments_BT, method="hidden"
     )
-    head_VD = decoder.gather(head_of(decoder.config, params))
+    head_VD = head_of(decoder.config, params)
     return chunked_loss(
         hidden_BTD.reshape(-1, hidden_BTD.shape[-1]),
         head_VD,
         tokens_BL[:, 1:].reshape(-1),
         weights_BT.reshape(-1),
         training.z_loss,
-        training.loss_chunk,
+        training.loss_chunk or 1024,
     )
