@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 # Dense bfloat16 FLOP/s of one device, from the makers' data sheets, by the start of its
-# `device_kind`; the longest start that fits counts.
+# `device_kind`; the longest start that fits counts. A TPU7x device is one of its chip's two cores.
 PEAK_FLOPS = {
     "TPU v4": 275e12,
     "TPU v5 lite": 197e12,
     "TPU v5": 459e12,
     "TPU v6 lite": 918e12,
+    "TPU7x": 1153.5e12,
     "NVIDIA A100": 312e12,
     "NVIDIA H100": 989e12,
     "NVIDIA H200": 989e12,
+    "NVIDIA B200": 2250e12,
 }
 
 

@@ -1,0 +1,220 @@
+"""Which machines a run could have: what their devices compute, hold and move in a second.
+
+A device is what JAX calls one: a TPU chip, one of the two cores of a TPU7x chip, or a GPU.
+Devices that share a fast network form a granule: a slice of TPUs, or a node of GPUs.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations
+from typing import Literal
+
+from openelm_jax.errors import UserError
+from openelm_jax.parallel.devices import peak_flops
+
+GIB = 2**30
+FLAT_SLICES = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+SOLID_SLICES = (
+    "2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16", "8x16x16",
+    "16x16x16",
+)  # fmt: skip
+NODES = ("1", "2", "4", "8")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accelerator:
+    """What one device of a kind has at best.
+
+    `memory` is what a program may use, in bytes, `advertised_gib` what the maker says there is.
+    Rates are bytes a second in one direction: `link` of one link to a neighbour in the torus (TPU)
+    or of all links into the node's switch (GPU), `network` between granules.
+    """
+
+    name: str
+    platform: Literal["tpu", "gpu"]
+    device_kind: str
+    advertised_gib: int
+    memory: float
+    memory_rate: float
+    link: float
+    network: float
+    slices: tuple[str, ...]
+    devices_per_chip: int = 1
+
+    @property
+    def peak_flops(self) -> float:
+        """Dense bfloat16 FLOP/s."""
+        peak = peak_flops(self.device_kind)
+        assert peak is not None
+        return peak
+
+
+# TPU rates are those of Google's pages docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x} (read
+# 2026-11): HBM; a link is the bidirectional interconnect bandwidth of a chip / 2 / its links (six
+# in a 3D torus, four in a 2D one), v4's from arXiv 2304.01433; the network is the DCN bandwidth of
+# a chip, v5e's that of a pod / 256 and v4's that of the "How to scale your model" book (as v5p's).
+# What a program may use of a TPU is the limit that its compiler states.
+# GPU rates are those of NVIDIA's data sheets: NVLink, and one network card a GPU as in DGX systems
+# (A100: 200 Gb/s, later: 400 Gb/s); memory is what nvidia-smi lists less a tenth, the default that
+# xla_flags leaves to the driver and NCCL.
+ACCELERATORS = {
+    accelerator.name: accelerator
+    for accelerator in (
+        Accelerator(
+            name="v4", platform="tpu", device_kind="TPU v4", advertised_gib=32,
+            memory=30.75 * GIB, memory_rate=1200e9, link=50e9, network=6.25e9,
+            slices=SOLID_SLICES,
+        ),
+        Accelerator(
+            name="v5e", platform="tpu", device_kind="TPU v5 lite", advertised_gib=16,
+            memory=15.75 * GIB, memory_rate=819e9, link=50e9, network=3.125e9,
+            slices=FLAT_SLICES,
+        ),
+        Accelerator(
+            name="v5p", platform="tpu", device_kind="TPU v5", advertised_gib=95,
+            memory=95.74 * GIB, memory_rate=2765e9, link=100e9, network=6.25e9,
+            slices=SOLID_SLICES,
+        ),
+        Accelerator(
+            name="v6e", platform="tpu", device_kind="TPU v6 lite", advertised_gib=32,
+            memory=31.25 * GIB, memory_rate=1638e9, link=100e9, network=12.5e9,
+            slices=FLAT_SLICES,
+        ),
+        Accelerator(
+            name="tpu7x", platform="tpu", device_kind="TPU7x", advertised_gib=96,
+            memory=94.75 * GIB, memory_rate=3690e9, link=50e9, network=6.25e9,
+            slices=SOLID_SLICES, devices_per_chip=2,
+        ),
+        Accelerator(
+            name="a100", platform="gpu", device_kind="NVIDIA A100", advertised_gib=80,
+            memory=0.9 * 80 * GIB, memory_rate=2039e9, link=300e9, network=25e9, slices=NODES,
+        ),
+        Accelerator(
+            name="h100", platform="gpu", device_kind="NVIDIA H100", advertised_gib=80,
+            memory=0.9 * 79.6 * GIB, memory_rate=3350e9, link=450e9, network=50e9, slices=NODES,
+        ),
+        Accelerator(
+            name="h200", platform="gpu", device_kind="NVIDIA H200", advertised_gib=141,
+            memory=0.9 * 140.4 * GIB, memory_rate=4800e9, link=450e9, network=50e9, slices=NODES,
+        ),
+        Accelerator(
+            name="b200", platform="gpu", device_kind="NVIDIA B200", advertised_gib=180,
+            memory=0.9 * 179 * GIB, memory_rate=8000e9, link=900e9, network=50e9, slices=NODES,
+        ),
+    )
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """Devices and how they are joined: `bounds` of a slice in chips, or (GPUs of a node,)."""
+
+    accelerator: Accelerator
+    bounds: tuple[int, ...]
+    granules: int
+
+    @property
+    def granule_devices(self) -> int:
+        return math.prod(self.bounds) * self.accelerator.devices_per_chip
+
+    @property
+    def devices(self) -> int:
+        return self.granule_devices * self.granules
+
+    @property
+    def slice_name(self) -> str:
+        """The name of one granule, as XLA spells that of a slice."""
+        return f"{self.accelerator.name}:{'x'.join(map(str, self.bounds))}"
+
+    @property
+    def name(self) -> str:
+        if self.granules == 1:
+            return self.slice_name
+        if self.accelerator.platform == "gpu":
+            return f"{self.slice_name}x{self.granules}"
+        return f"{self.granules} of {self.slice_name}"
+
+    @cached_property
+    def rings(self) -> tuple[tuple[int, float], ...]:
+        """Extent of each direction of the torus, and what a device receives along it a second.
+
+        A closed ring brings data from both sides. A direction is closed where Google's pages say
+        so: in slices of whole 4x4x4 cubes, and in a flat slice's direction of 16.
+        """
+        accelerator = self.accelerator
+        solid = len(self.bounds) == 3
+        cubes = solid and all(extent % 4 == 0 for extent in self.bounds)
+        rings = []
+        for extent in self.bounds:
+            closed = cubes or (not solid and extent == 16)
+            rings.append((extent, accelerator.link * (2 if closed else 1)))
+        if accelerator.devices_per_chip > 1:
+            rings.append((accelerator.devices_per_chip, accelerator.link))
+        return tuple(ring for ring in rings if ring[0] > 1)
+
+
+def parse_topology(name: str, slices: int = 1) -> Topology:
+    """Return the topology `v5p:4x4x4`, `h100:8`, or `h100:8x4` (4 nodes of 8), `slices` times.
+
+    Raises UserError for one that is not known, with those that are.
+    """
+    kind, colon, shape = name.strip().lower().partition(":")
+    if kind not in ACCELERATORS or not colon:
+        known = ", ".join(f"{a.name}:{a.slices[-1]}" for a in ACCELERATORS.values())
+        raise UserError(f"no topology {name!r}: give accelerator:shape, one of {known} or smaller.")
+    accelerator = ACCELERATORS[kind]
+    if slices < 1:
+        raise UserError(f"--slices is {slices}: it must be a whole number, at least 1.")
+    if accelerator.platform == "gpu":
+        match = re.fullmatch(r"(\d+)(?:x(\d+))?", shape)
+        if match is None or match[1] not in NODES or match[2] == "0":
+            raise UserError(
+                f"no topology {name!r}: give {kind}:N or {kind}:NxM for M nodes of N GPUs, N being "
+                f"one of {', '.join(NODES)}."
+            )
+        if slices != 1:
+            raise UserError(f"--slices is for TPUs: write {kind}:{match[1]}x{slices} for nodes.")
+        return Topology(
+            accelerator=accelerator, bounds=(int(match[1]),), granules=int(match[2] or 1)
+        )
+    if shape not in accelerator.slices:
+        known = ", ".join(f"{kind}:{shape}" for shape in accelerator.slices)
+        raise UserError(f"no topology {name!r}: known are {known}; --slices joins several.")
+    return Topology(
+        accelerator=accelerator,
+        bounds=tuple(int(extent) for extent in shape.split("x")),
+        granules=slices,
+    )
+
+
+def axis_rates(topology: Topology, sizes: dict[str, int]) -> dict[str, float]:
+    """Return for each mesh axis the bytes a device receives a second within a granule.
+
+    Axes take whole directions of the torus, the first axis first, as many as their size covers;
+    an axis that fits none has one direction's rate. A GPU has its switch for every axis.
+    """
+    if topology.accelerator.platform == "gpu":
+        return dict.fromkeys(sizes, topology.accelerator.link)
+    left = list(topology.rings)
+    rates = {}
+    for axis, size in sizes.items():
+        if size == 1:
+            rates[axis] = topology.accelerator.link
+            continue
+        taken = _covering(left, size)
+        for ring in taken:
+            left.remove(ring)
+        rates[axis] = sum(rate for _, rate in taken) or topology.accelerator.link
+    return rates
+
+
+def _covering(rings: list[tuple[int, float]], size: int) -> tuple[tuple[int, float], ...]:
+    for count in range(len(rings), 0, -1):
+        for chosen in combinations(rings, count):
+            if math.prod(extent for extent, _ in chosen) == size:
+                return chosen
+    return ()
