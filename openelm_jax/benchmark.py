@@ -1,39 +1,62 @@
-"""How fast, on your own text and machine? `python -m openelm_jax.benchmark data --exp NAME`."""
+"""How fast, on your own text and machine? `python -m openelm_jax.benchmark SUBJECT ...`."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import json
+from collections.abc import Callable
 
 from openelm_jax.command_line import command_parser, parse, run
 from openelm_jax.config import Experiment
 
-PURPOSE = (
-    "The data pipeline on the text of an experiment: time in the tokenizer, workers,\n"
-    "restoring, memory, mixture, each beside its target. Trains nothing, writes nothing."
-)
-EXAMPLES = """
-python -m openelm_jax.benchmark data --exp tiny
-python -m openelm_jax.benchmark data --exp 3b --data.root DIR --tokenizer FILE --json
-"""
-PARTS = ("encode", "workers", "restore", "memory", "mixture")
+SUBJECTS = {
+    "data": (
+        "The data pipeline on the text of an experiment: time in the tokenizer, workers,\n"
+        "restoring, memory, mixture, each beside its target. Trains nothing, writes nothing.",
+        """
+        python -m openelm_jax.benchmark data --exp tiny
+        python -m openelm_jax.benchmark data --exp 3b --data.root DIR --tokenizer FILE --json
+        """,
+    ),
+    "train": (
+        "A training step beside PyTorch's on this machine's CPU, by turns, and the trainer's\n"
+        "loop beside its bare step. Random tokens, no files: nothing is read or written.",
+        """
+        python -m openelm_jax.benchmark train --exp sotu --model.model-dim 384
+        python -m openelm_jax.benchmark train --exp 270m --training.global-batch-size 1 \\
+            --model.context-length 256 --part step --dtype float32
+        """,
+    ),
+}
+DATA_PARTS = ("encode", "workers", "restore", "memory", "mixture")
+TRAIN_PARTS = ("step", "loop")
+DTYPES = ("float32", "bfloat16")
 
 
 def main(argv: list[str]) -> None:
     """Print the figures of a subject, as text or as JSON."""
-    arguments, experiment = _parse(argv)
+    subject, arguments, experiment = _parse(argv)
 
-    from openelm_jax.benchmarks.data import measure
     from openelm_jax.benchmarks.report import describe_machine, format_figures
 
-    if arguments.tokenizer is not None:
-        chosen = dataclasses.replace(experiment.tokenizer, path=arguments.tokenizer)
-        experiment = dataclasses.replace(experiment, tokenizer=chosen)
-    machine = describe_machine()
-    figures = measure(
-        experiment, arguments.part, seconds=arguments.seconds, long_steps=arguments.long_steps
-    )
+    if subject == "data":
+        from openelm_jax.benchmarks.data import measure
+
+        if arguments.tokenizer is not None:
+            chosen = dataclasses.replace(experiment.tokenizer, path=arguments.tokenizer)
+            experiment = dataclasses.replace(experiment, tokenizer=chosen)
+        machine = describe_machine(("sentencepiece", "grain", "numpy", "pyarrow"))
+        figures = measure(
+            experiment, arguments.part, seconds=arguments.seconds, long_steps=arguments.long_steps
+        )
+    else:
+        from openelm_jax.benchmarks.training import measure_training
+
+        machine = describe_machine(("jax", "flax", "optax", "numpy", "torch"))
+        figures = measure_training(
+            experiment, arguments.part, dtypes=arguments.dtype, seconds=arguments.seconds
+        )
     if arguments.json:
         plain = [dataclasses.asdict(figure) for figure in figures]
         print(json.dumps({"machine": machine, "experiment": experiment.name, "figures": plain}))
@@ -41,33 +64,59 @@ def main(argv: list[str]) -> None:
         print(format_figures(machine, figures))
 
 
-def _parse(argv: list[str]) -> tuple[argparse.Namespace, Experiment]:
-    if argv[:1] == ["data"]:
-        return parse("benchmark data", PURPOSE, EXAMPLES, _add_flags, argv[1:])
-    parser = command_parser("benchmark", PURPOSE, EXAMPLES, "data --exp NAME [--FLAG VALUE ...]")
-    parser.add_argument("subject", choices=("data",), help="what is measured")
+def _parse(argv: list[str]) -> tuple[str, argparse.Namespace, Experiment]:
+    flags = {"data": _add_data_flags, "train": _add_train_flags}
+    if argv and argv[0] in SUBJECTS:
+        subject = argv[0]
+        purpose, examples = SUBJECTS[subject]
+        parsed = parse(f"benchmark {subject}", purpose, examples, flags[subject], argv[1:])
+        return subject, *parsed
+    purpose = "\n".join(purpose for purpose, _ in SUBJECTS.values())
+    examples = "\n".join(examples.strip() for _, examples in SUBJECTS.values())
+    parser = command_parser("benchmark", purpose, examples, "SUBJECT [--FLAG VALUE ...]")
+    parser.add_argument("subject", choices=tuple(SUBJECTS), help="what is measured")
     parser.parse_args(argv[:1])
     raise AssertionError("a subject that is known is taken above")
 
 
-def _add_flags(parser: argparse.ArgumentParser) -> None:
+def _add_data_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokenizer", metavar="FILE", help="SentencePiece model")
-    parser.add_argument("--part", type=_parts, default=PARTS, metavar="A,B", help=",".join(PARTS))
-    parser.add_argument(
-        "--seconds", type=float, default=30, metavar="S", help="about so long a part (30)"
-    )
+    _add_choice(parser, "--part", DATA_PARTS)
+    _add_seconds(parser, "about so long a part")
     parser.add_argument(
         "--long-steps", type=int, default=10_000, metavar="N", help="a late restore (10000)"
     )
+
+
+def _add_train_flags(parser: argparse.ArgumentParser) -> None:
+    _add_choice(parser, "--part", TRAIN_PARTS)
+    _add_choice(parser, "--dtype", DTYPES)
+    _add_seconds(parser, "about so long a part and compute type, after compiling")
+
+
+def _add_seconds(parser: argparse.ArgumentParser, meaning: str) -> None:
+    parser.add_argument("--seconds", type=float, default=30, metavar="S", help=f"{meaning} (30)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
-def _parts(names: str) -> tuple[str, ...]:
-    chosen = tuple(names.split(","))
-    unknown = [name for name in chosen if name not in PARTS]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"no part {unknown[0]}; known are {', '.join(PARTS)}")
-    return chosen
+def _add_choice(parser: argparse.ArgumentParser, flag: str, known: tuple[str, ...]) -> None:
+    parser.add_argument(
+        flag, type=_some_of(flag, known), default=known, metavar="A,B", help=",".join(known)
+    )
+
+
+def _some_of(flag: str, known: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:
+    def some(names: str) -> tuple[str, ...]:
+        chosen = tuple(names.split(","))
+        unknown = [name for name in chosen if name not in known]
+        if unknown:
+            kind = flag.removeprefix("--")
+            raise argparse.ArgumentTypeError(
+                f"no {kind} {unknown[0]}; known are {', '.join(known)}"
+            )
+        return chosen
+
+    return some
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from corpora import WORDS, config, documents, source, tokenizer, write, write_shards
 
-from openelm_jax.benchmark import PARTS, main
+from openelm_jax.benchmark import DATA_PARTS, main
 from openelm_jax.benchmarks.data import decompression_factors, measure_positions
 from openelm_jax.benchmarks.report import Figure, format_figures
 from openelm_jax.data.columns import Column
@@ -180,7 +180,7 @@ def test_people_read_each_figure_with_its_spread_and_verdict() -> None:
 @pytest.mark.parametrize(
     ("argv", "told"),
     [
-        (["data", "--exp", "tiny", "--part", "encode,decode"], f"known are {', '.join(PARTS)}"),
+        (["data", "--exp", "tiny", "--part", "encode,decode"], f"known are {', '.join(DATA_PARTS)}"),
         (["date"], "invalid choice: 'date'"),
         ([], "the following arguments are required: subject"),
     ],

@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from openelm_jax.benchmarks.report import Figure
+from openelm_jax.benchmarks.report import Figure, median_figure
 from openelm_jax.config import DataConfig, Experiment
 from openelm_jax.data import order
 from openelm_jax.data.columns import Column
@@ -103,12 +103,14 @@ def measure_encoding(plan: Plan, seconds: float) -> list[Figure]:
         ratios.append(rates[-1] / (whole_tokens / whole_seconds))
         shares.append(_share_inside(recorder.watch(), lambda: _run(watched, steps)))
     return [
-        _median("encode", "share", shares, "", "of the CPU time is in SentencePiece", least=0.93),
-        _median(
+        median_figure(
+            "encode", "share", shares, "", "of the CPU time is in SentencePiece", least=0.93
+        ),
+        median_figure(
             "encode", "ratio", ratios, "x", "tokens a CPU second, to whole documents in a loop",
             least=1.2,
         ),
-        _median("encode", "rate", rates, "tokens/s", "of CPU time, one process"),
+        median_figure("encode", "rate", rates, "tokens/s", "of CPU time, one process"),
         Figure(
             part="encode", name="document_chars", unit="characters",
             value=round(sum(map(len, texts)) / len(texts)), meaning="a document tokenised, mean",
@@ -142,11 +144,11 @@ def measure_workers(config: DataConfig, plan: Plan, seconds: float) -> list[Figu
         ratios.append(batches_per_second[1] / batches_per_second[0])
         rates.append(batches_per_second[1] * BATCH * (row_length - 1))
     return [
-        _median(
+        median_figure(
             "workers", "ratio", ratios, "x", "tokens a second of two workers to one", least=1.7
         ),
-        _median("workers", "rate", rates, "tokens/s", "by the clock, two workers"),
-        _median(
+        median_figure("workers", "rate", rates, "tokens/s", "by the clock, two workers"),
+        median_figure(
             "workers", "core", shares, "cores", "taken by the process that would train", most=0.1
         ),
     ]  # fmt: skip
@@ -170,7 +172,7 @@ def measure_restoring(config: DataConfig, plan: Plan, long_steps: int) -> list[F
                 next(data)
                 times.append(time.monotonic() - begin)
             figures.append(
-                _median(
+                median_figure(
                     "restore", f"first_batch_{name}", times, "s",
                     f"until the first batch after restoring step {saved.step:,}", most=1,
                 )
@@ -188,11 +190,11 @@ def measure_positions(config: DataConfig, plan: Plan) -> list[Figure]:
         positions = _milliseconds(data.get_state)
         saved = _milliseconds(lambda: json.dumps(data.get_state().to_json()))
     return [
-        _median(
+        median_figure(
             "restore", "get_state", positions, "ms",
             "get_state at the experiment's lanes and sources", most=10,
         ),
-        _median("restore", "to_save", saved, "ms", "get_state and its JSON, to save it"),
+        median_figure("restore", "to_save", saved, "ms", "get_state and its JSON, to save it"),
         Figure(
             part="restore", name="state_bytes", value=table_NSC.nbytes, unit="bytes",
             meaning="of integers in a position",
@@ -421,27 +423,3 @@ def _open(config: DataConfig, tokenizer: Tokenizer, row_length: int, batch: int)
 
 def _fields(tokenizer: Tokenizer) -> dict[str, Any]:
     return {field.name: getattr(tokenizer, field.name) for field in dataclasses.fields(tokenizer)}
-
-
-def _median(
-    part: str,
-    name: str,
-    values: list[float],
-    unit: str,
-    meaning: str,
-    *,
-    least: float | None = None,
-    most: float | None = None,
-) -> Figure:
-    return Figure(
-        part=part,
-        name=name,
-        value=statistics.median(values),
-        unit=unit,
-        meaning=meaning,
-        least=least,
-        most=most,
-        low=min(values),
-        high=max(values),
-        repetitions=len(values),
-    )

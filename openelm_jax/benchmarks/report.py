@@ -6,6 +6,8 @@ import datetime
 import importlib.metadata
 import os
 import platform
+import statistics
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,9 +41,33 @@ class Figure:
         )
 
 
-def describe_machine() -> dict[str, str]:
-    """Return processor, cores, load, system, versions and date."""
-    packages = ("sentencepiece", "grain", "numpy", "pyarrow")
+def median_figure(
+    part: str,
+    name: str,
+    values: list[float],
+    unit: str,
+    meaning: str,
+    *,
+    least: float | None = None,
+    most: float | None = None,
+) -> Figure:
+    """Return the median of repetitions, with their range."""
+    return Figure(
+        part=part,
+        name=name,
+        value=statistics.median(values),
+        unit=unit,
+        meaning=meaning,
+        least=least,
+        most=most,
+        low=min(values),
+        high=max(values),
+        repetitions=len(values),
+    )
+
+
+def describe_machine(packages: Iterable[str]) -> dict[str, str]:
+    """Return processor, cores, load, system, versions of Python and `packages`, and date."""
     return {
         "date": datetime.datetime.now().astimezone().isoformat(timespec="minutes"),
         "processor": _processor(),
@@ -49,7 +75,7 @@ def describe_machine() -> dict[str, str]:
         "load": ", ".join(f"{load:.1f}" for load in os.getloadavg()),
         "system": platform.platform(),
         "python": platform.python_version(),
-    } | {name: importlib.metadata.version(name) for name in packages}
+    } | {name: version for name in packages if (version := _version(name))}
 
 
 def format_figures(machine: dict[str, str], figures: list[Figure]) -> str:
@@ -84,6 +110,13 @@ def _short(value: float) -> str:
     if float(value).is_integer():
         return f"{int(value):,}"
     return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _processor() -> str:

@@ -1,0 +1,114 @@
+"""One update of the same model by us and by PyTorch, for `benchmark train`.
+
+Legend: B batch, L = T + 1 tokens of a row, T time, V vocab, N counted targets.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from openelm_jax.config import Experiment
+from openelm_jax.model.decoder import Decoder, init_params
+from openelm_jax.training.compilation import compile_step, keep_compiled_code
+from openelm_jax.training.feed import to_batch
+from openelm_jax.training.optimizer import make_optimizer
+from openelm_jax.training.state import TrainState, new_state
+from openelm_jax.training.step import TrainStep, make_train_step
+
+Step = Callable[[np.ndarray], float]
+"""One update on tokens [B, L], waited for; returns the loss before it, z-loss included."""
+
+LEARNING_RATE = 1e-4
+
+
+def our_step(experiment: Experiment) -> Step:
+    """Return the update that `train` runs."""
+    compiled, state = compiled_step(experiment)
+
+    def step(tokens_BL: np.ndarray) -> float:
+        nonlocal state
+        state, metrics = compiled(state, to_batch(tokens_BL), jnp.float32(LEARNING_RATE))
+        return float(metrics.loss) + float(metrics.z_loss)
+
+    return step
+
+
+def compiled_step(experiment: Experiment) -> tuple[TrainStep, TrainState]:
+    """Return the compiled update of an experiment and the state before the first."""
+    keep_compiled_code()
+    training = experiment.training
+    decoder = Decoder(experiment.model, dtype=jnp.dtype(training.dtype))
+    optimizer = make_optimizer(experiment.optimizer)
+    state = new_state(init_params(experiment.model, training.seed), optimizer)
+    step = make_train_step(decoder, optimizer, training, experiment.optimizer.clip_norm)
+    shape = (training.global_batch_size, experiment.model.context_length + 1)
+    batch = to_batch(np.zeros(shape, np.int32))
+    jitted = jax.jit(step, donate_argnums=0)
+    return compile_step(jitted, state, batch, jnp.float32(0)).function, state
+
+
+def torch_step(experiment: Experiment) -> Step:
+    """Return the same update in PyTorch eager, as it is usually written.
+
+    Compute in bfloat16 is autocast over float32 parameters; AdamW is the fused one.
+    """
+    import torch
+
+    from openelm_jax.weights.torch_openelm import load_params, torch_decoder
+
+    config, optimizer_config, training = (
+        experiment.model,
+        experiment.optimizer,
+        experiment.training,
+    )
+    torch.set_num_threads(num_threads())
+    decoder = torch_decoder(config)
+    load_params(decoder, config, init_params(config, training.seed))
+    parameters = list(decoder.parameters())
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in parameters if p.ndim >= 2]},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(
+        groups,
+        lr=LEARNING_RATE,
+        betas=(optimizer_config.b1, optimizer_config.b2),
+        eps=optimizer_config.eps,
+        weight_decay=optimizer_config.weight_decay,
+        fused=True,
+    )
+    in_bfloat16 = training.dtype == "bfloat16"
+
+    def step(tokens_BL: np.ndarray) -> float:
+        tokens = torch.from_numpy(tokens_BL.astype(np.int64))
+        with torch.autocast("cpu", torch.bfloat16, enabled=in_bfloat16):
+            logits_NV = decoder(tokens[:, :-1]).flatten(0, 1)
+        loss = torch_loss(logits_NV, tokens[:, 1:].flatten(), training.z_loss)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, optimizer_config.clip_norm, foreach=True)
+        optimizer.step()
+        return loss.item()
+
+    return step
+
+
+def torch_loss(logits_NV: Any, targets_N: Any, z_loss: float) -> Any:
+    """Return mean cross-entropy and z-loss, both from one log-partition in float32."""
+    logits_NV = logits_NV.float()
+    log_partition_N = logits_NV.logsumexp(dim=-1)
+    target_logit_N = logits_NV.gather(1, targets_N[:, None]).squeeze(1)
+    return (log_partition_N - target_logit_N + z_loss * log_partition_N.square()).mean()
+
+
+def num_threads() -> int:
+    """Return how many threads either side computes with: the processor cores that it may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
