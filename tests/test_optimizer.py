@@ -7,14 +7,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from openelm_jax.config import ModelConfig, OptimizerConfig, TrainingConfig
+from openelm_jax.config import (
+    CheckpointConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TrainingConfig,
+)
 from openelm_jax.experiment_file import load_experiment
 from openelm_jax.model.decoder import Decoder, init_params
+from openelm_jax.training.checkpoint import Checkpointer
 from openelm_jax.training.optimizer import learning_rate, make_optimizer
 from openelm_jax.training.state import new_state
 from openelm_jax.training.step import Batch, make_train_step
 
 PAPER_STEPS = 350_000
+OPTIMIZER = make_optimizer(OptimizerConfig(peak_lr=1.0))
 
 # Table 9's peaks. At update 4999 the warm-up is 1/5000 short of the peak, at 5000 it is there; the
 # period is 345,001, so that update 350,000 is one step short of the bottom: there the cosine is
@@ -95,6 +102,59 @@ def test_updates_are_those_of_torch():
         np.testing.assert_allclose(ours[name], array.detach().numpy(), rtol=2e-5, atol=1e-6)
 
 
+# --- A first moment of two bytes.
+
+BFLOAT16_MOMENT = make_optimizer(OptimizerConfig(peak_lr=1.0, first_moment_dtype="bfloat16"))
+
+
+def updates_of(optimizer, gradients):
+    """Return the moments after all gradients, and the updates, of one matrix of zeros."""
+    params = {"matrix": jnp.zeros(gradients[0].shape)}
+    moments, updates = optimizer.init(params), []
+    for gradient in gradients:
+        update, moments = optimizer.update({"matrix": jnp.float32(gradient)}, moments, params)
+        updates.append(np.asarray(update["matrix"]))
+    return moments, np.stack(updates)
+
+
+def test_a_bfloat16_first_moment_takes_two_bytes_less_a_parameter():
+    params = {"matrix": jnp.zeros((64, 32)), "scale": jnp.zeros(32)}
+
+    moments = BFLOAT16_MOMENT.init(params)
+
+    sizes = {kind: sum(leaf.nbytes for leaf in jax.tree.leaves(getattr(moments[0], kind)))
+             for kind in ("mu", "nu")}  # fmt: skip
+    assert sizes == {"mu": 2 * (64 * 32 + 32), "nu": 4 * (64 * 32 + 32)}
+
+
+def test_updates_of_a_bfloat16_first_moment_are_within_its_rounding_of_float32_s():
+    """Each rounding is by 2^-9 at most; with b1 = 0.9 ten of them add up, of the largest moment."""
+    gradients = np.random.default_rng(0).normal(size=(20, 16, 16))
+
+    _, exact = updates_of(OPTIMIZER, gradients)
+    moments, rounded = updates_of(BFLOAT16_MOMENT, gradients)
+
+    assert moments[0].mu["matrix"].dtype == jnp.bfloat16
+    assert 0 < np.abs(rounded - exact).max() < 20 * 2**-9
+
+
+def test_a_bfloat16_first_moment_comes_back_from_a_checkpoint_to_the_bit(tmp_path):
+    gradients = np.random.default_rng(1).normal(size=(3, 8, 8))
+    moments, _ = updates_of(BFLOAT16_MOMENT, gradients)
+    params = {"matrix": jnp.ones((8, 8))}
+    kept = {"step": jnp.int32(3), "moments": moments}
+    checkpointer = Checkpointer(tmp_path, CheckpointConfig(every=1, keep_every=None))
+    checkpointer.save(3, params=params, optimizer=kept, data={})
+    checkpointer.wait()
+
+    restored = checkpointer.restore(params, jax.tree.map(jnp.zeros_like, kept))
+    checkpointer.close()
+
+    for a, b in zip(jax.tree.leaves(restored.optimizer), jax.tree.leaves(kept), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a, b)
+
+
 # --- The whole step.
 
 TINY = ModelConfig(
@@ -109,7 +169,6 @@ TINY = ModelConfig(
 
 
 CLIP_NORM = 0.25
-OPTIMIZER = make_optimizer(OptimizerConfig(peak_lr=1.0))
 
 
 @functools.cache

@@ -31,10 +31,12 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
     """Return AdamW up to the factor -learning_rate, which the step applies.
 
     Weight decay is decoupled and falls on tensors of two and more dimensions: norms have none,
-    the embedding does.
+    the embedding does. The first moment is kept in `first_moment_dtype`, the second in float32.
     """
     return optax.chain(
-        optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps),
+        optax.scale_by_adam(
+            b1=config.b1, b2=config.b2, eps=config.eps, mu_dtype=config.first_moment_dtype
+        ),
         optax.add_decayed_weights(
             config.weight_decay,
             mask=lambda params: jax.tree.map(lambda leaf: leaf.ndim >= 2, params),
