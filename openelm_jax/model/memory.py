@@ -9,13 +9,18 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from openelm_jax.config import ModelConfig
 from openelm_jax.errors import UserError
-from openelm_jax.model.scaling import LayerShape, layer_parameter_count, layer_shapes
+from openelm_jax.model.scaling import (
+    LayerShape,
+    layer_parameter_count,
+    layer_shapes,
+    parameter_count,
+)
 
 Remat = Literal["none", "dots", "save_attention", "block"]
 
@@ -187,7 +192,8 @@ def choose_remat(
     """
     shapes = layer_shapes(config) if shapes is None else shapes
     sizes = {"dtype_bytes": dtype_bytes, "context": context}
-    least = _peak(config, ("block",) * len(shapes), tokens=tokens, shapes=shapes, **sizes)
+    everywhere: list[Remat] = ["block"] * len(shapes)
+    least = _peak(config, everywhere, tokens=tokens, shapes=shapes, **sizes)
     if least > budget_bytes:
         raise _does_not_fit(tokens, least, budget_bytes)
     # Counted from what `block` everywhere keeps, so that rounding cannot forbid that.
@@ -237,11 +243,11 @@ def uniform_block(
     """
     shapes = layer_shapes(config) if shapes is None else shapes
     sizes = {"dtype_bytes": dtype_bytes, "context": context}
-    num_layers = len(shapes)
+    ends = range(len(shapes) + 1)
     runs: list[tuple[Remat, ...]] = [
-        ("none",) * first + ("block",) * (end - first) + ("none",) * (num_layers - end)
-        for first in range(num_layers)
-        for end in range(first, num_layers + 1)
+        tuple("block" if first <= layer < end else "none" for layer in range(len(shapes)))
+        for first in ends
+        for end in ends[first:]
     ]
     peaks = [_peak(config, run, tokens=tokens, shapes=shapes, **sizes) for run in runs]
     fitting = [run for run, peak in zip(runs, peaks, strict=True) if peak <= budget_bytes]
@@ -303,18 +309,18 @@ def step_bytes(
 ) -> StepBytes:
     """Return what a device holds of one step at its worst moment.
 
-    `shards` devices divide each matrix (the axes fsdp and context); `shapes` are what the tensor
-    axis leaves a device of each layer. Three moments compete: the loss, when all activations are
-    kept and none is used up; the backward pass of each layer; and the update.
+    `shards` devices divide each matrix, where it is stored; `shapes` are what the tensor axis
+    leaves a device to compute of each layer. The moments that compete: the loss, when every layer
+    has kept what it keeps; the backward pass of each layer; and its end, at the embedding.
     """
     shapes = layer_shapes(config) if shapes is None else shapes
-    sizes = {"tokens": tokens, "dtype_bytes": dtype_bytes, "shapes": shapes, "context": context}
-    layers = [layer_parameter_count(config, shape) for shape in shapes]
+    sizes: dict[str, Any] = {"tokens": tokens, "dtype_bytes": dtype_bytes, "context": context}
+    layers = [layer_parameter_count(config, shape) for shape in layer_shapes(config)]
+    computed = [layer_parameter_count(config, shape) for shape in shapes]
     table = config.vocab_size * config.model_dim
-    tables = table * (1 if config.tie_embeddings else 2)
-    parameters = -(-(sum(layers) + tables) // shards)
+    parameters = -(-parameter_count(config) // shards)
     ends = tokens * config.model_dim * dtype_bytes  # the hidden states that the loss sees
-    kept = kept_bytes(config, remats, **sizes) + ends
+    kept = kept_bytes(config, remats, shapes=shapes, **sizes) + ends
 
     def held(moment: str, gradients: float, activations: int, gathered: int, logits: int = 0):
         return StepBytes(
@@ -332,11 +338,11 @@ def step_bytes(
     # float32 logits and what becomes of them, then the gradient that the two products read
     logits = loss_chunk * config.vocab_size * (2 * FLOAT32 + dtype_bytes)
     moments = [held("loss", 0, kept + ends, table * (dtype_bytes + FLOAT32), logits)]
-    for layer, at_layer in enumerate(backward_bytes(config, remats, **sizes)):
+    for layer, at_layer in enumerate(backward_bytes(config, remats, shapes=shapes, **sizes)):
         made = (sum(layers[layer + 1 :]) + table) / shards
         # this layer's matrices and the next one's to come, and this one's gradient
-        neighbours = layers[layer] + layers[max(layer - 1, 0)]
-        gathered = neighbours * dtype_bytes + layers[layer] * FLOAT32
+        neighbours = computed[layer] + computed[max(layer - 1, 0)]
+        gathered = neighbours * dtype_bytes + computed[layer] * FLOAT32
         moments.append(held(f"backward pass of layer {layer}", made, at_layer, gathered))
     moments.append(held("embedding", parameters, ends, table * FLOAT32 if shards > 1 else 0))
     return max(moments, key=lambda moment: moment.total)
