@@ -38,7 +38,7 @@ def test_a_topology_is_called_as_it_is_spelled() -> None:
     ("name", "slices", "phrase"),
     [
         ("v9:4x4", 1, "v4:16x16x16, v5e:16x16"),
-        ("v5e", 1, "give accelerator:shape"),
+        ("v5e", 1, "known are v4:"),
         ("v5e:3x5", 1, "v5e:2x4, v5e:4x4"),
         ("v5p:4x4", 1, "v5p:2x2x1"),
         ("h100:7", 1, "h100:NxM"),

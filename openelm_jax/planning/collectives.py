@@ -78,6 +78,15 @@ def _whole(
         arrays = arrays[num_operands : 2 * num_operands] or arrays
     dtype = max(arrays, key=lambda array: array[1])[0]
     size = sum(size for _, size in arrays)
-    if kind == "reduce-scatter" and (groups := re.search(r"replica_groups=\[\d+,(\d+)\]", line)):
-        size *= int(groups[1]) if " reduce-scatter" in line else 1
+    if f" {kind}" in line and kind == "reduce-scatter":
+        size *= _group_size(line)
     return dtype, size
+
+
+def _group_size(line: str) -> int:
+    """Return how many devices take part: `replica_groups={{0,1},{2,3}}` or `[2,2]<=[4]`."""
+    if groups := re.search(r"replica_groups=\[\d+,(\d+)\]", line):
+        return int(groups[1])
+    groups = re.search(r"replica_groups=\{\{([\d,]*)\}", line)
+    assert groups is not None, line
+    return groups[1].count(",") + 1

@@ -26,7 +26,8 @@ class Roofline:
     """The least seconds of a step, by resource, and what follows from the largest.
 
     `interconnect` joins the devices of a slice or node, `network` slices or nodes. `mfu` is of the
-    FLOPs that the model needs, recomputed ones left out.
+    FLOPs that the model needs, recomputed ones left out. `exposed_seconds` is a step during whose
+    transfers between devices nothing is computed: good programs lie between it and `step_seconds`.
     """
 
     compute_seconds: float
@@ -35,6 +36,7 @@ class Roofline:
     network_seconds: float
     binds: str
     step_seconds: float
+    exposed_seconds: float
     mfu: float
     tokens_per_second: float
     days: float
@@ -68,6 +70,7 @@ def roofline(
         network_seconds=seconds[3],
         binds=RESOURCES[seconds.index(longest)],
         step_seconds=longest,
+        exposed_seconds=max(seconds[:2]) + interconnect + network,
         mfu=model_flops / (longest * accelerator.peak_flops),
         tokens_per_second=tokens / longest,
         days=longest * steps / SECONDS_A_DAY,

@@ -165,7 +165,7 @@ def parse_topology(name: str, slices: int = 1) -> Topology:
     kind, colon, shape = name.strip().lower().partition(":")
     if kind not in ACCELERATORS or not colon:
         known = ", ".join(f"{a.name}:{a.slices[-1]}" for a in ACCELERATORS.values())
-        raise UserError(f"no topology {name!r}: give accelerator:shape, one of {known} or smaller.")
+        raise UserError(f"no topology {name!r}: known are {known} and smaller ones.")
     accelerator = ACCELERATORS[kind]
     if slices < 1:
         raise UserError(f"--slices is {slices}: it must be a whole number, at least 1.")

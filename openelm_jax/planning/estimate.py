@@ -1,0 +1,299 @@
+"""An experiment on a topology, from the shapes: does it fit, what binds it, how long it takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from openelm_jax.config import Experiment, MeshConfig
+from openelm_jax.errors import UserError
+from openelm_jax.parallel.mesh import MeshShape, check_context, check_rows, resolve_mesh
+from openelm_jax.parallel.sharding import Layout, make_layout
+from openelm_jax.planning.collectives import Collective
+from openelm_jax.planning.compiled import CompiledStep
+from openelm_jax.planning.memory import (
+    DTYPE_BYTES,
+    device_bytes,
+    parts_of,
+    recomputed,
+    remats_of,
+    stored_parameters,
+)
+from openelm_jax.planning.roofline import Roofline, memory_bytes, product_flops, roofline
+from openelm_jax.planning.topologies import GIB, Topology
+from openelm_jax.planning.traffic import planned_collectives
+
+REMATS: tuple[Literal["none", "budget", "dots", "save_attention", "block"], ...] = (
+    "none",
+    "budget",
+    "dots",
+    "save_attention",
+    "block",
+)
+INNER_SIZES = (1, 2, 4, 8)
+SLOWEST = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """A step on a topology; bytes and FLOPs are those of one device, `rows` of one part."""
+
+    experiment: str
+    topology: str
+    devices: int
+    mesh: dict[str, int]
+    rows: int
+    accumulation: int
+    remat: str
+    layers_by_remat: dict[str, int]
+    memory: dict[str, int]
+    estimated_bytes: int
+    usable_bytes: int
+    advertised_gib: int
+    fits: bool
+    advice: str | None
+    notes: tuple[str, ...]
+    model_flops: float
+    recomputed_flops: float
+    collectives: tuple[Collective, ...]
+    bound: Roofline
+    compiled: CompiledStep | None = None
+
+
+def estimate(experiment: Experiment, topology: Topology, *, advise: bool = True) -> Estimate:
+    """Return what one step of `experiment` takes on `topology`.
+
+    Raises UserError for a mesh that does not multiply out or a batch that cannot be divided.
+    With `advise`, one that does not fit names the nearest setting that does.
+    """
+    training, model = experiment.training, experiment.model
+    mesh = resolve_mesh(experiment.mesh, topology.devices, topology.granules)
+    check_rows(mesh, training.global_batch_size, training.accumulation)
+    check_context(mesh, model.context_length)
+    layout = make_layout(model, mesh)
+    usable = int(topology.accelerator.memory)
+    remats = remats_of(experiment, layout, usable)
+    held = device_bytes(experiment, layout, remats)
+    rows = training.global_batch_size // (mesh.row_shards * training.accumulation)
+    step_tokens = training.global_batch_size * model.context_length
+    tokens = step_tokens / (mesh.row_shards * mesh.context)
+    again = recomputed(model, layout.layers, remats)
+    again_flops = sum(layer.flops for layer in again) * tokens
+    flops = product_flops(model, layout.layers, tokens, model.context_length)
+    collectives = planned_collectives(experiment, layout, remats)
+    bound = roofline(
+        topology,
+        mesh._asdict(),
+        model_flops=flops,
+        recomputed_flops=again_flops,
+        memory_bytes=memory_bytes(
+            model,
+            layout.layers,
+            tokens=tokens,
+            parts=training.accumulation,
+            stored=stored_parameters(layout),
+            first_moment_bytes=DTYPE_BYTES[experiment.optimizer.first_moment_dtype],
+            recomputed=[layer.of_forward for layer in again],
+        ),
+        collectives=collectives,
+        tokens=step_tokens,
+        steps=training.steps,
+    )
+    fits = held.total <= usable
+    return Estimate(
+        experiment=experiment.name,
+        topology=topology.name,
+        devices=topology.devices,
+        mesh=mesh._asdict(),
+        rows=rows,
+        accumulation=training.accumulation,
+        remat=training.remat,
+        layers_by_remat={remat: remats.count(remat) for remat in dict.fromkeys(remats)},
+        memory=parts_of(held),
+        estimated_bytes=held.total,
+        usable_bytes=usable,
+        advertised_gib=topology.accelerator.advertised_gib,
+        fits=fits,
+        advice=None if fits or not advise else _advice(experiment, topology),
+        notes=tuple(_notes(layout)),
+        model_flops=flops,
+        recomputed_flops=again_flops,
+        collectives=collectives,
+        bound=bound,
+    )
+
+
+def search(experiment: Experiment, topology: Topology) -> list[Estimate]:
+    """Return the settings that fit and that no other beats in memory and time, fastest first.
+
+    Tried are the ways to cut the batch, to recompute, and to lay out the mesh; the global batch,
+    and with it what is computed, stays. Nothing SLOWEST times as slow as the fastest is returned.
+    """
+    fitting = [
+        found for found in _tried(experiment, topology, _meshes(experiment, topology)) if found.fits
+    ]
+    best = pareto(fitting)
+    return [found for found in best if middle_seconds(found) <= SLOWEST * middle_seconds(best[0])]
+
+
+def pareto(estimates: Sequence[Estimate]) -> list[Estimate]:
+    """Return those that no other equals or beats in memory, and in time both at best and exposed.
+
+    Fastest first, by the middle of both times.
+    """
+    best: list[Estimate] = []
+    for each in sorted(estimates, key=lambda e: (middle_seconds(e), e.estimated_bytes)):
+        if not any(_beats(other, each) for other in best):
+            best.append(each)
+    return best
+
+
+def middle_seconds(found: Estimate) -> float:
+    """Return what to compare by: half of the transfers between devices hidden, say."""
+    return (found.bound.step_seconds + found.bound.exposed_seconds) / 2
+
+
+def _beats(a: Estimate, b: Estimate) -> bool:
+    return (
+        a.estimated_bytes <= b.estimated_bytes
+        and a.bound.step_seconds <= b.bound.step_seconds
+        and a.bound.exposed_seconds <= b.bound.exposed_seconds
+    )
+
+
+def settings(experiment: Experiment, topology: Topology, found: Estimate) -> str:
+    """Return the flags by which `experiment` becomes what `found` estimates, "" if it is."""
+    flags = {
+        "--training.accumulation": (experiment.training.accumulation, found.accumulation),
+        "--training.remat": (experiment.training.remat, found.remat),
+        "--mesh.tensor": (experiment.mesh.tensor, found.mesh["tensor"]),
+        "--mesh.context": (experiment.mesh.context, found.mesh["context"]),
+    }
+    mesh = MeshConfig(
+        replica=experiment.mesh.replica,
+        fsdp=experiment.mesh.fsdp,
+        tensor=found.mesh["tensor"],
+        context=found.mesh["context"],
+    )
+    outer = topology.devices // (mesh.tensor * mesh.context)
+    if mesh.replica is not None and mesh.fsdp is not None:
+        flags["--mesh.fsdp"] = (mesh.fsdp, found.mesh["fsdp"])
+        flags["--mesh.replica"] = (mesh.replica, found.mesh["replica"])
+    else:
+        replica = mesh.replica or (
+            outer // mesh.fsdp
+            if mesh.fsdp
+            else topology.granules
+            if outer % topology.granules == 0
+            else 1
+        )
+        flags["--mesh.replica"] = (replica, found.mesh["replica"])
+    return " ".join(f"{flag} {there}" for flag, (here, there) in flags.items() if here != there)
+
+
+def _advice(experiment: Experiment, topology: Topology) -> str:
+    """Say what fits: other parts and recomputation first, then another mesh."""
+    choices: tuple[Iterable[MeshConfig], ...] = [experiment.mesh], _meshes(experiment, topology)
+    for meshes in choices:
+        fitting = [found for found in _tried(experiment, topology, meshes) if found.fits]
+        if fitting:
+            best = min(fitting, key=middle_seconds)
+            return (
+                f"try {settings(experiment, topology, best)} ({best.estimated_bytes / GIB:.1f} GiB)"
+            )
+    return "no accumulation, remat or mesh of these devices fits: take more of them"
+
+
+def _tried(
+    experiment: Experiment, topology: Topology, meshes: Iterable[MeshConfig]
+) -> Iterator[Estimate]:
+    batch = experiment.training.global_batch_size
+    for mesh in meshes:
+        shape = resolve_mesh(mesh, topology.devices, topology.granules)
+        rows = batch // shape.row_shards
+        if batch % shape.row_shards:
+            continue
+        for parts in _divisors(rows):
+            everything_fits = False
+            for remat in REMATS:
+                if remat == "budget" and everything_fits:
+                    continue  # it would choose none
+                training = dataclasses.replace(experiment.training, accumulation=parts, remat=remat)
+                changed = dataclasses.replace(experiment, mesh=mesh, training=training)
+                try:
+                    found = estimate(changed, topology, advise=False)
+                except UserError:  # no choice of layers fits the budget
+                    continue
+                everything_fits |= found.fits
+                yield found
+
+
+def _meshes(experiment: Experiment, topology: Topology) -> Iterator[MeshConfig]:
+    for tensor, context in itertools.product(INNER_SIZES, INNER_SIZES):
+        if topology.devices % (tensor * context) or experiment.model.context_length % context:
+            continue
+        if tensor * context > topology.granule_devices:
+            continue
+        outer = topology.devices // (tensor * context)
+        for replica in _divisors(outer):
+            spans = topology.granules == 1 or replica % topology.granules == 0 or replica == 1
+            if spans and experiment.training.global_batch_size % outer == 0:
+                yield MeshConfig(
+                    replica=replica, fsdp=outer // replica, tensor=tensor, context=context
+                )
+
+
+def _notes(layout: Layout) -> Iterator[str]:
+    mesh: MeshShape = layout.mesh
+    whole = [i for i, kind in enumerate(layout.attention) if kind == "whole"]
+    queries = [i for i, kind in enumerate(layout.attention) if kind == "queries"]
+    if mesh.tensor > 1 and whole:
+        yield f"attention of layers {_ranges(whole)} is computed by all {mesh.tensor} devices"
+    if queries:
+        yield f"layers {_ranges(queries)} divide query heads and hold all key/value heads"
+    undivided = [
+        path
+        for path, placement in layout.placements.items()
+        if len(placement.shape) > 1
+        and any(
+            size > 1 and axis != "replica" and axis not in placement.axes
+            for axis, size in mesh._asdict().items()
+        )
+    ]
+    if undivided:
+        yield (
+            f"{len(undivided)} matrices are not divided over all axes, because model_dim "
+            f"{layout.layers[0].model_dim} is not"
+        )
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Return 0-3, 7 for 0, 1, 2, 3, 7."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def refuse_unless_it_fits(found: Estimate) -> None:
+    """Raise UserError for an estimate that does not fit, with what would."""
+    if not found.fits:
+        raise UserError(does_not_fit(found))
+
+
+def does_not_fit(found: Estimate) -> str:
+    """Return that sentence."""
+    return (
+        f"does not fit: {found.estimated_bytes / GIB:.1f} of {found.advertised_gib} GiB; "
+        f"{found.advice}"
+    )
