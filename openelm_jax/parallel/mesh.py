@@ -1,0 +1,178 @@
+"""The mesh: axes replica, fsdp, tensor and context, and which devices stand where.
+
+replica holds copies of the whole state; fsdp shares one copy and divides the rows; tensor divides
+the heads and columns of a layer; context divides the tokens of a row. Between slices of TPUs and
+nodes of GPUs the network is slower than inside, so the outer axes are laid across them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import Mesh
+
+from openelm_jax.config import MeshConfig
+from openelm_jax.errors import UserError
+
+
+class MeshShape(NamedTuple):
+    """The sizes of the axes, outermost first; the fields' names are the axes'."""
+
+    replica: int = 1
+    fsdp: int = 1
+    tensor: int = 1
+    context: int = 1
+
+    @property
+    def devices(self) -> int:
+        return math.prod(self)
+
+    @property
+    def row_shards(self) -> int:
+        """Parts into which the rows of a batch are divided."""
+        return self.replica * self.fsdp
+
+    def __str__(self) -> str:
+        return " x ".join(f"{name} {size}" for name, size in self._asdict().items())
+
+
+AXES = MeshShape._fields
+ROW_AXES = ("replica", "fsdp")
+"""The axes that divide the rows of a batch."""
+
+
+def resolve_mesh(config: MeshConfig, devices: int, granules: int = 1) -> MeshShape:
+    """Return the sizes of all axes on `devices` devices in `granules` slices or nodes.
+
+    Raises UserError, with a shape that fits, unless they multiply out.
+    """
+    inner = config.tensor * config.context
+    outer = devices // inner
+    replica, fsdp = config.replica, config.fsdp
+    if replica is None and fsdp is None:
+        replica = granules if outer % granules == 0 else 1
+    if replica is None:
+        replica = max(outer // (fsdp or 1), 1)
+    if fsdp is None:
+        fsdp = max(outer // replica, 1)
+    shape = MeshShape(replica, fsdp, config.tensor, config.context)
+    if shape.devices != devices:
+        raise UserError(
+            f"mesh {shape} makes {shape.devices} devices, and there are {devices}: "
+            f"{_proposal(config, devices)} would fit."
+        )
+    return shape
+
+
+def check_rows(shape: MeshShape, global_batch_size: int, accumulation: int) -> None:
+    """Raise UserError unless the rows of each part of a batch can be shared out."""
+    parts = shape.row_shards * accumulation
+    if global_batch_size % parts:
+        nearest = max(round(global_batch_size / parts), 1) * parts
+        raise UserError(
+            f"training.global_batch_size {global_batch_size} cannot be divided among mesh.replica "
+            f"{shape.replica} x mesh.fsdp {shape.fsdp} devices in training.accumulation "
+            f"{accumulation} parts: make it a multiple of {parts} ({nearest}, say)."
+        )
+
+
+def check_context(shape: MeshShape, context_length: int) -> None:
+    """Raise UserError unless the tokens of a row can be shared out."""
+    if context_length % shape.context:
+        fitting = [d for d in range(1, shape.context) if context_length % d == 0]
+        raise UserError(
+            f"mesh.context {shape.context} does not divide model.context_length "
+            f"{context_length}: use {fitting[-1]}, or a length that it divides."
+        )
+
+
+def granules_of(devices: Sequence[Any]) -> int:
+    """Return in how many slices (TPU) or nodes (GPU) the devices are."""
+    return len(set(map(_granule, devices)))
+
+
+def make_mesh(shape: MeshShape, devices: Sequence[Any] | None = None) -> Mesh:
+    """Return the mesh of all `devices` (of those of all processes if left out).
+
+    Devices may be those of a topology that is not here. Where there are several slices or nodes,
+    replica goes across them as far as it can, then fsdp.
+    """
+    devices = jax.devices() if devices is None else devices
+    axis_types = (jax.sharding.AxisType.Auto,) * len(AXES)
+    return Mesh(_arranged(shape, list(devices)), AXES, axis_types=axis_types)
+
+
+def row_groups(mesh: Mesh) -> tuple[tuple[int, ...], ...]:
+    """Return for each process the numbers of the row shards that its devices hold.
+
+    Processes of the same numbers, whose devices divide columns or tokens among each other, read the
+    same rows.
+    """
+    held: dict[int, set[int]] = {}
+    shards = mesh.devices.reshape(mesh.shape["replica"] * mesh.shape["fsdp"], -1)
+    for number, devices in enumerate(shards):
+        for device in devices:
+            held.setdefault(device.process_index, set()).add(number)
+    return tuple(tuple(sorted(held[process])) for process in sorted(held))
+
+
+def reader_of(mesh: Mesh, process: int) -> tuple[int, int]:
+    """Return which of how many readers of rows a process is.
+
+    Raises UserError where the devices of processes overlap in part.
+    """
+    groups = row_groups(mesh)
+    distinct = sorted(set(groups))
+    if sum(map(len, distinct)) != mesh.shape["replica"] * mesh.shape["fsdp"]:
+        raise UserError(
+            f"mesh {MeshShape(**mesh.shape)}: mesh.tensor x mesh.context neither divides the "
+            f"devices of a process nor is a multiple of them: use sizes that do."
+        )
+    return distinct.index(groups[process]), len(distinct)
+
+
+def _arranged(shape: MeshShape, devices: list[Any]) -> np.ndarray:
+    platform = devices[0].platform
+    granules = granules_of(devices)
+    if platform == "cpu":
+        # Not in the order of jax.devices(), which may go back and forth between the processes.
+        devices.sort(key=lambda device: (device.process_index, device.id))
+        return np.array(devices).reshape(shape)
+    if granules == 1:
+        return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    across, left = [], granules
+    for size in shape:
+        across.append(math.gcd(size, left))
+        left //= across[-1]
+    if left > 1:
+        raise UserError(
+            f"mesh {shape} cannot be laid across {granules} slices or nodes: make mesh.replica a "
+            f"multiple of {granules}."
+        )
+    inside = [size // outer for size, outer in zip(shape, across, strict=True)]
+    return mesh_utils.create_hybrid_device_mesh(
+        inside,
+        across,
+        devices,
+        process_is_granule=platform != "tpu",
+        allow_split_physical_axes=True,
+    )
+
+
+def _granule(device: Any) -> int:
+    if device.platform == "tpu":
+        return getattr(device, "slice_index", None) or 0
+    return device.process_index if device.platform == "gpu" else 0
+
+
+def _proposal(config: MeshConfig, devices: int) -> str:
+    tensor = math.gcd(config.tensor, devices)
+    context = math.gcd(config.context, devices // tensor)
+    outer = devices // (tensor * context)
+    replica = math.gcd(config.replica or 1, outer)
+    return str(MeshShape(replica, outer // replica, tensor, context))
