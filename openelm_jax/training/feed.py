@@ -20,34 +20,49 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from openelm_jax.data.position import Position, join_positions
 from openelm_jax.errors import UserError
+from openelm_jax.parallel.mesh import row_groups
+from openelm_jax.parallel.sharding import row_sharding
 from openelm_jax.training.step import Batch
 
 Fed = tuple[Batch, Any]
 
 
-def to_batch(rows_BL: np.ndarray | jax.Array, counted_BT: np.ndarray | None = None) -> Batch:
-    """Return rows as a device batch; every target counts unless told otherwise.
+def to_batch(
+    rows_BL: np.ndarray | jax.Array,
+    counted_BT: np.ndarray | None = None,
+    mesh: Mesh | None = None,
+) -> Batch:
+    """Return rows as a batch on the devices of `mesh`, or else on the first; all targets count
+    unless told otherwise.
 
-    Of several processes each gives as many rows; they follow one another in the order of the
-    processes, and the batch of all is divided among all devices.
+    Of several processes each gives the rows of its own devices (`parallel.mesh.reader_of`).
     """
     if counted_BT is None:
         counted_BT = np.ones((rows_BL.shape[0], rows_BL.shape[1] - 1), bool)
-    if jax.process_count() == 1:
+    if mesh is None:
         return Batch(*jax.device_put((rows_BL, counted_BT)))
-    # Not in the order of jax.devices(), which may go back and forth between the processes.
-    devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
-    by_rows = NamedSharding(Mesh(np.array(devices), "batch"), PartitionSpec("batch"))
-    return Batch(
-        *(
-            jax.make_array_from_process_local_data(by_rows, np.asarray(local))
-            for local in (rows_BL, counted_BT)
-        )
-    )
+    if jax.process_count() == 1:
+        return Batch(*jax.device_put((rows_BL, counted_BT), row_sharding(mesh)))
+    return Batch(*(_from_own_rows(np.asarray(own), mesh) for own in (rows_BL, counted_BT)))
+
+
+def _from_own_rows(own: np.ndarray, mesh: Mesh) -> jax.Array:
+    """Return the global array whose shards on this process's devices hold the rows `own`."""
+    sharding = row_sharding(mesh)
+    shards = mesh.shape["replica"] * mesh.shape["fsdp"]
+    mine = row_groups(mesh)[jax.process_index()]
+    size = len(own) // len(mine)
+    shape = (size * shards, *own.shape[1:])
+    place = {number * size: index * size for index, number in enumerate(mine)}
+    arrays = []
+    for device, (rows, *_) in sharding.addressable_devices_indices_map(shape).items():
+        start = place[rows.start or 0]
+        arrays.append(jax.device_put(own[start : start + size], device))
+    return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
 
 def counted_targets(
@@ -64,7 +79,8 @@ def counted_targets(
 def whole_position(position: Position) -> Position:
     """Return the position of all lanes, each process giving that of its own.
 
-    All processes must call it at the same step. Raises UserError when their data differ.
+    All processes must call it at the same step; some may have the same lanes. Raises UserError when
+    their data differ.
     """
     if jax.process_count() == 1:
         return position
@@ -82,17 +98,16 @@ def whole_position(position: Position) -> Position:
                 f"data: process {process} has other data or settings than process 0; give all "
                 "of them the same experiment, tokenizer and files."
             )
-    return join_positions(
-        [
-            Position(
-                step=int(step),
-                fingerprint=position.fingerprint,
-                lanes=range(*map(int, bounds)),
-                table_NSC=np.ascontiguousarray(table).view(np.int64),
-            )
-            for step, bounds, table in zip(steps, lanes, tables, strict=True)
-        ]
-    )
+    by_lanes = {
+        tuple(map(int, bounds)): Position(
+            step=int(step),
+            fingerprint=position.fingerprint,
+            lanes=range(*map(int, bounds)),
+            table_NSC=np.ascontiguousarray(table).view(np.int64),
+        )
+        for step, bounds, table in zip(steps, lanes, tables, strict=True)
+    }
+    return join_positions(list(by_lanes.values()))
 
 
 @contextmanager
@@ -100,6 +115,7 @@ def feed(
     rows: Iterable[tuple[np.ndarray, Any]],
     depth: int,
     *,
+    mesh: Mesh | None = None,
     pad_id: int | None = None,
     bos_id: int | None = None,
 ) -> Iterator[Iterator[Fed]]:
@@ -110,7 +126,7 @@ def feed(
     where the batch would have come. On leaving, the thread has stopped.
     """
     batches = (
-        (to_batch(rows_BL, counted_targets(rows_BL, pad_id, bos_id)), position)
+        (to_batch(rows_BL, counted_targets(rows_BL, pad_id, bos_id), mesh), position)
         for rows_BL, position in rows
     )
     if depth == 0:

@@ -20,6 +20,7 @@ from jax.sharding import Mesh, PartitionSpec
 from openelm_jax.config import OptimizerConfig, TrainingConfig
 from openelm_jax.model.attention import positions_in, segments_of
 from openelm_jax.model.decoder import Decoder, Params, head_of
+from openelm_jax.model.memory import loss_chunk_size
 from openelm_jax.parallel.collectives import (
     enter_columns,
     gather_weight,
@@ -63,6 +64,7 @@ def make_train_step(
     clip_norm: float = OptimizerConfig.clip_norm,
     bos_id: int | None = None,
     mesh: Mesh | None = None,
+    loss_chunk: int | None = None,
 ) -> TrainStep:
     """Return the update (state, batch, learning rate) -> (state, metrics), to be jitted.
 
@@ -70,13 +72,17 @@ def make_train_step(
     `training.accumulation` parts; gradients are clipped to a global norm of `clip_norm`. With
     `bos_id` the documents of a row, each begun by that token, are kept apart; leave the targets
     that are `bos_id` uncounted then. With a `mesh` the decoder is one that was made for it, state
-    and batch are global arrays, and each device cuts its own rows into parts.
+    and batch are global arrays, and each device cuts its own rows into parts. Logits exist for
+    `loss_chunk` tokens of a device at a time, or `training.loss_chunk`.
     """
     layout = _layout(decoder, mesh)
+    chunk = loss_chunk or training.loss_chunk
 
     def mean_loss(params: Params, batch: Batch, num_counted: jax.Array):
         weights_BT = batch.counted_BT.astype(jnp.float32) / num_counted
-        return _loss(decoder, params, batch.tokens_BL, weights_BT, training, layout, bos_id)
+        return _loss(
+            decoder, params, batch.tokens_BL, weights_BT, training.z_loss, layout, chunk, bos_id
+        )
 
     def train_step(state: TrainState, batch: Batch, learning_rate: jax.Array):
         num_counted = _sum(batch.counted_BT.sum(dtype=jnp.float32), ROW_AXES, layout)
@@ -130,14 +136,20 @@ def make_train_step(
 
 
 def make_validation_step(
-    decoder: Decoder, training: TrainingConfig, mesh: Mesh | None = None
+    decoder: Decoder,
+    training: TrainingConfig,
+    mesh: Mesh | None = None,
+    loss_chunk: int | None = None,
 ) -> Callable[[Params, Batch], jax.Array]:
     """Return (params, batch) -> summed cross-entropy in nats of the counted tokens, float32."""
     layout = _layout(decoder, mesh)
+    chunk = loss_chunk or training.loss_chunk
 
     def validation_step(params: Params, batch: Batch) -> jax.Array:
         weights_BT = batch.counted_BT.astype(jnp.float32)
-        _, sums = _loss(decoder, params, batch.tokens_BL, weights_BT, training, layout)
+        _, sums = _loss(
+            decoder, params, batch.tokens_BL, weights_BT, training.z_loss, layout, chunk
+        )
         return _sum(sums.cross_entropy, COUNTED_OVER, layout)
 
     if mesh is None:
@@ -170,8 +182,9 @@ def _loss(
     params: Params,
     tokens_BL: jax.Array,
     weights_BT: jax.Array,
-    training: TrainingConfig,
+    z_loss: float,
     layout: Layout,
+    chunk: int | None,
     bos_id: int | None = None,
 ) -> tuple[jax.Array, LossSums]:
     """Return the loss of this device's share of the tokens, and its two parts."""
@@ -203,8 +216,8 @@ def _loss(
         head_of(decoder.config, params),
         targets_N,
         weights_N,
-        training.z_loss,
-        training.loss_chunk or 1024,
+        z_loss,
+        chunk or loss_chunk_size(decoder.config, targets_N.size),
         _head_sharding(layout),
     )
 

@@ -1,0 +1,97 @@
+"""What a device of a mesh holds of a step, and which layers compute again so that it fits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from openelm_jax.config import Experiment
+from openelm_jax.errors import UserError
+from openelm_jax.model.memory import (
+    GIB,
+    Remat,
+    StepBytes,
+    choose_remat,
+    loss_chunk_size,
+    step_bytes,
+)
+from openelm_jax.parallel.devices import memory_bytes
+from openelm_jax.parallel.sharding import Layout
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+SHARE_FOR_BUDGET = 0.9
+"""Of a device's memory, what `training.remat=budget` fills unless memory_gib says otherwise."""
+ATTEMPTS = 8
+
+
+def tokens_of_part(experiment: Experiment, layout: Layout) -> int:
+    """Return the tokens that a device computes at a time."""
+    training, mesh = experiment.training, layout.mesh
+    rows = training.global_batch_size // (mesh.row_shards * training.accumulation)
+    return rows * experiment.model.context_length // mesh.context
+
+
+def loss_chunk_of(experiment: Experiment, layout: Layout) -> int:
+    """Return the tokens of a device whose logits exist at the same time."""
+    tokens = -(-tokens_of_part(experiment, layout) // layout.mesh.tensor)
+    return experiment.training.loss_chunk or loss_chunk_size(experiment.model, tokens)
+
+
+def device_bytes(experiment: Experiment, layout: Layout, remats: Sequence[Remat]) -> StepBytes:
+    """Return what one device holds at the worst moment of a step, by parts."""
+    training, mesh = experiment.training, layout.mesh
+    tokens = tokens_of_part(experiment, layout)
+    return step_bytes(
+        experiment.model,
+        remats,
+        tokens=tokens,
+        dtype_bytes=DTYPE_BYTES[training.dtype],
+        loss_chunk=min(loss_chunk_of(experiment, layout), tokens),
+        shards=mesh.fsdp * mesh.context,
+        accumulation=training.accumulation,
+        first_moment_bytes=DTYPE_BYTES[experiment.optimizer.first_moment_dtype],
+        shapes=layout.layers,
+        context=mesh.context,
+    )
+
+
+def remats_of(experiment: Experiment, layout: Layout, device_kind: str) -> tuple[Remat, ...]:
+    """Return what each layer computes again on devices of this kind.
+
+    Raises UserError where `training.remat` is budget and no choice fits it, or it is not known.
+    """
+    training = experiment.training
+    if training.remat != "budget":
+        same: tuple[Remat, ...] = (training.remat,) * len(layout.layers)
+        return same
+    memory = memory_bytes(device_kind)
+    if training.memory_gib is None and memory is None:
+        raise UserError(
+            f"training.remat=budget: the memory of a {device_kind} is not known; say how much of "
+            "it to fill with --training.memory-gib."
+        )
+    limit = training.memory_gib * GIB if training.memory_gib else SHARE_FOR_BUDGET * (memory or 0)
+    blocks: tuple[Remat, ...] = ("block",) * len(layout.layers)
+    held = device_bytes(experiment, layout, blocks)
+    budget = int(limit - (held.total - held.activations))
+    for _ in range(ATTEMPTS):
+        if budget <= 0:
+            raise UserError(
+                f"training.remat=budget: {limit / GIB:.2f} GiB of a device are less than the "
+                f"{held.total / GIB:.2f} GiB that a step needs with every layer computed again: "
+                "raise training.accumulation, training.memory_gib or the number of devices."
+            )
+        remats = choose_remat(
+            experiment.model,
+            tokens=tokens_of_part(experiment, layout),
+            budget_bytes=budget,
+            dtype_bytes=DTYPE_BYTES[training.dtype],
+            shapes=layout.layers,
+            context=layout.mesh.context,
+        )
+        # The worst moment may be another one than with `block`, with more besides activations.
+        excess = device_bytes(experiment, layout, remats).total - limit
+        if excess <= 0:
+            break
+        budget -= math.ceil(excess)
+    return remats
