@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from openelm_jax.model.attention import attend, positions_in, segments_of
+from openelm_jax.model.attention import attend, causal_attend, positions_in, segments_of
 
 CASES = [((4, 4), 7), ((4, 2), 7), ((4, 1), 7), ((4, 2), 1)]
 """((query heads, kv heads), tokens): groups of 1, 2 and 4; a single token."""
@@ -144,6 +144,30 @@ def test_a_query_sees_the_tokens_of_its_own_segment_up_to_itself(heads):
     expected = value_and_gradients(masked, *arrays)
     for actual, wanted in zip(ours, expected, strict=True):
         np.testing.assert_allclose(actual, wanted, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("first", [0, 2, 4])
+def test_queries_may_be_a_part_of_the_tokens(first):
+    """Query t is token `first` + t: of its own segment it sees the tokens up to itself."""
+    query, key, value, cotangent = draw(7, (4, 2))
+    query, cotangent = query[:, first : first + 3], cotangent[:, first : first + 3]
+    segments = np.asarray(SEGMENTS_BT)
+    part = segments[:, first : first + 3]
+    mask_BTS = (np.arange(7) <= first + np.arange(3)[:, None]) & (
+        part[:, :, None] == segments[:, None]
+    )
+
+    def masked(query, key, value):
+        return jax.nn.dot_product_attention(query, key, value, mask=mask_BTS[:, None])
+
+    def ours(query, key, value):
+        return causal_attend(query, key, value, (jnp.asarray(part), SEGMENTS_BT), jnp.int32(first))
+
+    actual = value_and_gradients(ours, query, key, value, cotangent)
+
+    expected = value_and_gradients(masked, query, key, value, cotangent)
+    for a, b in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
 
 
 def test_a_document_begins_at_its_bos_and_positions_count_from_there():

@@ -40,7 +40,12 @@ def splash_attend(
     query_BTNH = (query_BTNH * head_dim**-0.5).astype(query_BTNH.dtype)
     heads_first = [x.transpose(0, 2, 1, 3) for x in (query_BTNH, key_BSKH, value_BSKH)]
     ids = None if segments is None else SegmentIds(*segments)
-    return jax.vmap(kernel)(*heads_first, ids).transpose(0, 2, 1, 3)
+    return _named(_splash_rows, (kernel, ids), *heads_first).transpose(0, 2, 1, 3)
+
+
+def _splash_rows(query_BNTH, key_BKSH, value_BKSH, kernel, ids):
+    rows = jax.vmap(kernel, in_axes=(0, 0, 0, None if ids is None else 0))
+    return rows(query_BNTH, key_BKSH, value_BKSH, ids)
 
 
 @functools.lru_cache(maxsize=256)
@@ -78,7 +83,6 @@ def _splash_kernel(
             block_sizes=blocks,
             head_shards=1,
             q_seq_shards=num_keys // num_queries,
-            residual_checkpoint_name=OUT,
             interpret=interpret,
         )
         return jax.tree.map(np.asarray, kernel)
@@ -111,7 +115,7 @@ def cudnn_attend(query_BTNH, key_BSKH, value_BSKH, segments=None, first=0):
     assert segments is None
     assert query_BTNH.shape[1] == key_BSKH.shape[1], "cuDNN knows no first query but 0"
     attend = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
-    return _named(attend, query_BTNH, key_BSKH, value_BSKH)
+    return _named(attend, (), query_BTNH, key_BSKH, value_BSKH)
 
 
 def triton_attend(interpret, query_BTNH, key_BSKH, value_BSKH, segments=None, first=0):
@@ -124,9 +128,9 @@ def triton_attend(interpret, query_BTNH, key_BSKH, value_BSKH, segments=None, fi
         *(128, 64), block_q_dkv=rows, block_kv_dkv=rows, block_q_dq=rows, block_kv_dq=rows
     )
 
-    def attend(query_BTNH, key_BSNH, value_BSNH):
+    def attend(query_BTNH, key_BSNH, value_BSNH, segments_BT):
         return pallas.mha(
-            *(query_BTNH, key_BSNH, value_BSNH, None if segments is None else segments[0]),
+            *(query_BTNH, key_BSNH, value_BSNH, segments_BT),
             sm_scale=head_dim**-0.5,
             causal=True,
             block_sizes=blocks,
@@ -135,31 +139,38 @@ def triton_attend(interpret, query_BTNH, key_BSKH, value_BSKH, segments=None, fi
 
     group = num_heads // key_BSKH.shape[2]
     key_BSNH, value_BSNH = _repeat(group, key_BSKH), _repeat(group, value_BSKH)
-    return _named(attend, query_BTNH, key_BSNH, value_BSNH)
+    segments_BT = None if segments is None else segments[0]
+    return _named(attend, (segments_BT,), query_BTNH, key_BSNH, value_BSNH)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _named(attend: Callable[..., jax.Array], *qkv: jax.Array) -> jax.Array:
-    """Return attend(*qkv), with our names on what its gradient keeps besides query, key, value."""
-    return attend(*qkv)
+def _named(
+    attend: Callable[..., jax.Array], constants: tuple[Any, ...], *qkv: jax.Array
+) -> jax.Array:
+    """Return attend(*qkv, *constants), naming what its gradient keeps besides query, key, value.
+
+    (Splash can name it itself, but inside a `jit` where remat finds it too late to spare the
+    kernel.)
+    """
+    return attend(*qkv, *constants)
 
 
-def _named_forward(attend, *qkv):
-    mixed_BTNH, pull_back = jax.vjp(attend, *qkv)
-    named_BTNH = checkpoint_name(mixed_BTNH, OUT)
+def _named_forward(attend, constants, *qkv):
+    mixed, pull_back = jax.vjp(lambda *qkv: attend(*qkv, *constants), *qkv)
+    named = checkpoint_name(mixed, OUT)
 
     def name(kept):
-        if kept is mixed_BTNH:
-            return named_BTNH
+        if kept is mixed:
+            return named
         if any(kept is x for x in qkv) or not jnp.issubdtype(kept.dtype, jnp.floating):
             return kept
         return checkpoint_name(kept, LOG_PARTITION)
 
-    return named_BTNH, jax.tree.map(name, pull_back)
+    return named, jax.tree.map(name, pull_back)
 
 
-def _named_backward(attend, pull_back, d_mixed_BTNH):
-    return pull_back(d_mixed_BTNH)
+def _named_backward(attend, pull_back, d_mixed):
+    return None, *pull_back(d_mixed)
 
 
 _named.defvjp(_named_forward, _named_backward)
