@@ -27,6 +27,9 @@ class Scalar:
         self._run.note("read", self._step)
         return self._value
 
+    def is_ready(self):
+        return self._run.device_waits
+
 
 class Run:
     """A loop's surroundings, pretended; `events` is what happened, in order."""
@@ -35,6 +38,7 @@ class Run:
         self.events = []
         self.logged = []
         self.saved = []
+        self.device_waits = False
         self._losses = losses or {}
         self._data_ends_after = data_ends_after
 
@@ -168,7 +172,7 @@ def test_hooks_get_the_parameters_of_their_steps_after_the_save():
 def test_the_time_of_saves_and_hooks_is_not_the_steps_time(monkeypatch):
     """On a clock that moves in save and hook alone, steps take no time."""
     now = [0.0]
-    monkeypatch.setattr("openelm_jax.training.loop.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("openelm_jax.training.clock.time.perf_counter", lambda: now[0])
     run = Run()
 
     def slow(step, params):

@@ -102,6 +102,23 @@ def progress(total: int, start: int) -> Iterator[ProgressBar]:
         yield ProgressBar(bar, bar.add_task("", total=total, completed=start, figures=""))
 
 
+def speed_figures(
+    tokens_per_second: float, flops_per_token: float, devices: int, peak_flops: float | None
+) -> dict[str, float]:
+    """Return the `speed/...` figures of a step on `devices`.
+
+    `flops_per_token` are those of training (forward and backward, nothing computed again),
+    `peak_flops` those a second of one device; without them there is no `speed/mfu`.
+    """
+    flops_per_device = tokens_per_second * flops_per_token / devices
+    figures = {
+        "speed/tokens_per_second": tokens_per_second,
+        "speed/tokens_per_second_per_device": tokens_per_second / devices,
+        "speed/tflops_per_device": flops_per_device / 1e12,
+    }
+    return figures if peak_flops is None else figures | {"speed/mfu": flops_per_device / peak_flops}
+
+
 def is_validated(directory: str | Path, step: int) -> bool:
     """Return whether the figures in `directory` hold the validation of `step`."""
     try:
