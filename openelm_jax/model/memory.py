@@ -40,7 +40,7 @@ GIB = 2**30
 LOGITS_BYTES = 256 * 2**20
 """Most bytes of a chunk's float32 logits."""
 CHUNK_MULTIPLE = 128
-UNITS = 10_000
+UNITS = 20_000
 """Parts of a budget: what a layer keeps is rounded up to whole ones when layers are chosen."""
 
 
@@ -214,9 +214,10 @@ def choose_remat(
             if end <= 0:
                 continue
             cost = costs[:end] + _cost(config, shape, remat, **sizes)
-            better = cost < best[shift : shift + end]
-            best[shift : shift + end][better] = cost[better]
-            choices[layer, shift : shift + end][better] = option
+            reached = slice(shift, shift + end)
+            better = cost < best[reached]
+            np.copyto(best[reached], cost, where=better)
+            np.copyto(choices[layer, reached], option, where=better)
         costs = best
     assert np.isfinite(costs.min()), "block everywhere fits"
     used = int(costs.argmin())
@@ -261,7 +262,8 @@ def loss_chunk_size(config: ModelConfig, tokens: int) -> int:
 
     Chunks are as even as multiples of CHUNK_MULTIPLE are, and as few as LOGITS_BYTES allows.
     """
-    most = max(CHUNK_MULTIPLE, LOGITS_BYTES // (FLOAT32 * config.vocab_size))
+    lanes = LOGITS_BYTES // (FLOAT32 * config.vocab_size * CHUNK_MULTIPLE)
+    most = max(lanes, 1) * CHUNK_MULTIPLE
     chunks = math.ceil(tokens / most)
     even = math.ceil(tokens / chunks)
     return min(tokens, math.ceil(even / CHUNK_MULTIPLE) * CHUNK_MULTIPLE)
