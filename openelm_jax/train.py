@@ -10,8 +10,8 @@ import dataclasses
 import os
 import signal
 import sys
-import time
-from contextlib import closing
+from collections.abc import Callable
+from contextlib import ExitStack, closing
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING
 from openelm_jax.command_line import parse, run
 from openelm_jax.config import Experiment, ModelConfig
 from openelm_jax.errors import UserError
+from openelm_jax.training.clock import Clock
+from openelm_jax.xla_flags import set_flags
 
 if TYPE_CHECKING:
     from openelm_jax.weights.load import Weights
@@ -30,7 +32,8 @@ PURPOSE = (
 EXAMPLES = """\
 python -m openelm_jax.train --exp tiny
 python -m openelm_jax.train --exp 3b --data.root DIR --tokenizer tokenizer.model
-python -m openelm_jax.train --exp tiny --run runs/wide --model.model-dim 256"""
+python -m openelm_jax.train --exp tiny --run runs/wide --model.model-dim 256
+python -m openelm_jax.train --exp 3b --coordinator HOST:PORT --processes 4 --process 0"""
 
 
 def main(argv: list[str]) -> None:
@@ -41,89 +44,131 @@ def main(argv: list[str]) -> None:
         experiment = dataclasses.replace(experiment, tokenizer=chosen)
     _require_data_and_tokenizer(experiment, tokenizer_comes_with=flags.weights)
     directory = Path(flags.run or f"runs/{experiment.name}")
-    began = time.perf_counter()
+    clock = Clock()
+    for line in set_flags(flags.processes):
+        _say(line)
+    from openelm_jax.parallel.processes import ending_alone, join_processes
 
+    join_processes(flags.coordinator, flags.processes, flags.process, _say)
+    with ending_alone():
+        _train(flags, experiment, directory, clock)
+
+
+def _train(
+    flags: argparse.Namespace, experiment: Experiment, directory: Path, clock: Clock
+) -> None:
+    """Train in this process, which may be one of several; the first one speaks and writes."""
     import jax
-    import jax.numpy as jnp
 
     from openelm_jax.data.audit import audit_position, summary_lines
     from openelm_jax.data.pipeline import Position, open_data, validation_set
-    from openelm_jax.model.decoder import Decoder, init_params
+    from openelm_jax.experiment_file import to_json
     from openelm_jax.model.scaling import flops_per_token, parameter_count
     from openelm_jax.parallel.devices import peak_flops
+    from openelm_jax.parallel.mesh import granules_of, make_mesh, reader_of, resolve_mesh
+    from openelm_jax.parallel.processes import all_or_none, require_same
+    from openelm_jax.parallel.sharding_report import sharding_lines
+    from openelm_jax.tokenizer import load_tokenizer
     from openelm_jax.training.checkpoint import Checkpointer
     from openelm_jax.training.compilation import compile_step, keep_compiled_code
     from openelm_jax.training.feed import feed, whole_position
     from openelm_jax.training.loop import Logged, train_loop
-    from openelm_jax.training.metrics import MetricWriter, is_validated, progress
-    from openelm_jax.training.optimizer import learning_rate, make_optimizer
+    from openelm_jax.training.metrics import MetricWriter, is_validated, progress, speed_figures
+    from openelm_jax.training.optimizer import learning_rate
+    from openelm_jax.training.profile import Profile
+    from openelm_jax.training.program import make_program
     from openelm_jax.training.run_directory import (
+        TOKENIZER,
         check_run,
         check_shards,
         open_tokenizer,
         record_run,
     )
-    from openelm_jax.training.state import TrainState, new_state, optimizer_item, state_of
-    from openelm_jax.training.step import make_train_step, make_validation_step
+    from openelm_jax.training.state import TrainState, optimizer_item, state_of
     from openelm_jax.training.validation import validate
     from openelm_jax.weights.orbax import saved_steps
+    from openelm_jax.xla_flags import compiler_option_lines, compiler_options
 
     keep_compiled_code()
     config, training = experiment.model, experiment.training
     row_length = config.context_length + 1
+    is_first = jax.process_index() == 0
+    say: Callable[[str], None] = _say if is_first else lambda line: None
+    require_same(to_json(experiment))
+
+    # --- The mesh: which device stands where, and which rows are this process's.
+    devices = jax.devices()
+    with all_or_none():
+        shape = resolve_mesh(experiment.mesh, len(devices), granules_of(devices))
+        mesh = make_mesh(shape, devices)
+        reader, readers = reader_of(mesh, jax.process_index())
 
     # --- Tokens: tokenizer, mixture, held-out text.
-    check_run(directory, experiment)
-    begun = bool(saved_steps(directory))
-    start_from = None if begun or not flags.weights else _starting_weights(flags.weights, config)
-    tokenizer, origin = open_tokenizer(directory, experiment, start_from)
-    _say(f"tokenizer: {tokenizer.vocab_size:,} pieces, {origin}")
-    data = open_data(
-        experiment.data,
-        tokenizer,
-        row_length=row_length,
-        global_batch_size=training.global_batch_size,
-        host=jax.process_index(),
-        hosts=jax.process_count(),
-    )
-    check_shards(directory, data.manifest)
-    _require_row_for_padding(config, data.pad_id)
+    with all_or_none():
+        if is_first:
+            check_run(directory, experiment)
+        begun = bool(saved_steps(directory))
+        start_from = (
+            None if begun or not flags.weights else _starting_weights(flags.weights, config)
+        )
+        if is_first:
+            tokenizer, origin = open_tokenizer(directory, experiment, start_from)
+            say(f"tokenizer: {tokenizer.vocab_size:,} pieces, {origin}")
+    with all_or_none():
+        if not is_first:
+            tokenizer = load_tokenizer(directory / TOKENIZER, config.vocab_size)
+        data = open_data(
+            experiment.data,
+            tokenizer,
+            row_length=row_length,
+            global_batch_size=training.global_batch_size,
+            host=reader,
+            hosts=readers,
+        )
+        check_shards(directory, data.manifest)
+        _require_row_for_padding(config, data.pad_id)
+        held_out = validation_set(experiment.data, tokenizer, row_length=row_length)
     isolating = tokenizer.bos_id if experiment.data.isolate_documents else None
-    held_out = validation_set(experiment.data, tokenizer, row_length=row_length)
-    _say(
+    say(
         "held out: nothing (name shards in data.sources.holdout to validate)"
         if held_out is None
         else f"held out: {held_out.num_documents} documents, {held_out.num_bytes:,} bytes"
     )
 
-    # --- Model and state: new, from weights, or from the last checkpoint.
-    decoder = Decoder(config, dtype=jnp.dtype(training.dtype), remat=training.remat)
-    optimizer = make_optimizer(experiment.optimizer)
+    # --- Program and state: new, from weights, or from the last checkpoint.
+    with all_or_none():
+        program = make_program(experiment, mesh, bos_id=isolating)
+    device = devices[0].device_kind
+    say(
+        f"{len(devices)} {device} device(s) in {jax.process_count()} process(es), mesh {shape}, "
+        f"{training.dtype}, attention: {program.kernel.reason}, remat: {_in_words(program.remats)}"
+    )
+    moment_bytes = 2 if experiment.optimizer.first_moment_dtype == "bfloat16" else 4
+    for line in (
+        sharding_lines(config, program.layout, 8 + moment_bytes) if len(devices) > 1 else ()
+    ):
+        say(line)
     checkpointer = Checkpointer(directory, experiment.checkpoint)
-    like = jax.eval_shape(lambda: new_state(init_params(config, training.seed), optimizer))
+    like = program.state_like()
     restored = checkpointer.restore(like.params, optimizer_item(like))
     if restored is not None:
         start = restored.step
         data.set_state(Position.from_json(restored.data), reweight=flags.reweight)
         state = state_of(restored.params, restored.optimizer)
         unused = f"; --from {flags.weights} is for a new run and not used" if flags.weights else ""
-        _say(f"resumed at step {start:,} of {directory}{unused}")
+        say(f"resumed at step {start:,} of {directory}{unused}")
     else:
         start = 0
-        given = None if start_from is None else jax.device_put(start_from.params)
-        state = new_state(given or init_params(config, training.seed), optimizer)
+        state = program.new_state(None if start_from is None else start_from.params)
     reweighting = restored is not None and flags.reweight
-    if not reweighting:  # else when a checkpoint has these weights
+    if is_first and not reweighting:  # else when a checkpoint has these weights
         record_run(directory, experiment, data.manifest)
     if start == training.steps and (held_out is None or is_validated(directory, start)):
-        _say(f"{directory} is complete: {start:,} of {training.steps:,} steps")
+        say(f"{directory} is complete: {start:,} of {training.steps:,} steps")
         return
-    # Placed alike whether new or restored: another placement would be compiled anew.
-    state = jax.device_put(state, jax.devices()[0])
 
     tokens_per_step = training.global_batch_size * config.context_length
     flops_per_trained_token = 3 * flops_per_token(config)  # forward, and twice that backward
-    device = jax.devices()[0].device_kind
     peak = peak_flops(device)
     looked_at: set[int] = set()
     saved: Position | None = None
@@ -137,15 +182,15 @@ def main(argv: list[str]) -> None:
             "train/grad_norm": float(logged.metrics.grad_norm),
             "train/learning_rate": logged.learning_rate,
             "train/tokens": logged.step * tokens_per_step,
-            "speed/tokens_per_second": tokens_per_second,
-            "time/elapsed": time.perf_counter() - began,
+            **speed_figures(tokens_per_second, flops_per_trained_token, len(devices), peak),
+            **clock.figures(),
         }
-        if peak is not None:
-            figures["speed/mfu"] = flops_per_trained_token * tokens_per_second / peak
         for source, counts in data.counters(whole_position(logged.position)).items():
             figures |= {f"data/{source}/{name}": value for name, value in counts.items()}
-        writer.write(logged.step, figures)
-        bar.update(logged.step, figures["train/loss"], tokens_per_second)
+        if writer is not None:
+            writer.write(logged.step, figures)
+        if bar is not None:
+            bar.update(logged.step, figures["train/loss"], tokens_per_second)
 
     def save(step: int, state: TrainState, position: Position) -> None:
         nonlocal saved
@@ -156,68 +201,72 @@ def main(argv: list[str]) -> None:
             optimizer=optimizer_item(state),
             data=saved.to_json(),
         )
-        if reweighting:
+        if is_first and reweighting:
             record_run(directory, experiment, data.manifest)
 
     def look(step: int, params: dict) -> None:
         """Validate and show a sample, unless told to stop before."""
         if held_out is not None:
             loss = validate(
-                validation_step, params, held_out, training.global_batch_size, signals.arrived
+                validation_step, params, held_out, training.global_batch_size, stop.arrived, mesh
             )
             if loss is None:
                 return
-            writer.write(
-                step,
-                {
-                    "validation/loss": loss.nats_per_token,
-                    "validation/bits_per_byte": loss.bits_per_byte,
-                },
-            )
-            _say(
+            if writer is not None:
+                writer.write(
+                    step,
+                    {
+                        "validation/loss": loss.nats_per_token,
+                        "validation/bits_per_byte": loss.bits_per_byte,
+                    },
+                )
+            say(
                 f"step {step:,}: {loss.nats_per_token:.4f} nats a token, "
                 f"{loss.bits_per_byte:.4f} bits a byte on the held-out text"
             )
         for prompt, text in _samples(experiment, params, tokenizer):
-            _say(f"step {step:,}: {prompt}{text}")
+            say(f"step {step:,}: {prompt}{text}")
         looked_at.add(step)
 
     with (
         closing(checkpointer),  # waits for a save in progress, also after a mistake
         closing(data),
-        feed(data, experiment.data.prefetch, pad_id=data.pad_id, bos_id=isolating) as batches,
+        feed(
+            data, experiment.data.prefetch, mesh=mesh, pad_id=data.pad_id, bos_id=isolating
+        ) as batches,
     ):
         # --- Compile, and say what will run. Unfit data shows before the long wait, not after.
         first = next(batches)
-        train_step = make_train_step(
-            decoder, optimizer, training, experiment.optimizer.clip_norm, bos_id=isolating
-        )
-        # Accelerators take float32 to mean less unless they are told.
-        with jax.default_matmul_precision("highest" if training.dtype == "float32" else "default"):
-            compiled = compile_step(
-                jax.jit(train_step, donate_argnums=0), state, first[0], jnp.float32(0)
-            )
-            validation_step = compile_step(
-                jax.jit(make_validation_step(decoder, training)), state.params, first[0]
+        options = compiler_options(device, granules_of(devices))
+        for line in compiler_option_lines(device, options):
+            say(line)
+        with clock.losing("compile"):
+            train_step = compile_step(
+                program.train_step,
+                state,
+                first[0],
+                program.rate_like(),
+                options=options,
+                what=f"{parameter_count(config):,} parameters in {config.num_layers} layers for "
+                f"{len(devices)} device(s), {tokens_per_step:,} tokens a step",
+                say=say,
             ).function
-        _say(
-            f"1 of {jax.device_count()} {device} device(s), "
-            f"{parameter_count(config):,} parameters, {tokens_per_step:,} tokens a step, "
-            f"{training.dtype}, attention: XLA, "
-            f"compiled in {compiled.seconds:.1f} s (cache {compiled.cache})"
-        )
+            validation_step = compile_step(
+                program.validation_step, state.params, first[0], options=options
+            ).function
 
         # --- The steps.
-        signals = _Signals()
-        with (
-            closing(MetricWriter(directory, start)) as writer,
-            progress(training.steps, start) as bar,
-        ):
-            for note in writer.notes:
-                _say(note)
+        stop = _Stop(several=jax.process_count() > 1)
+        with ExitStack() as stack:
+            writer = bar = None
+            if is_first:
+                writer = stack.enter_context(closing(MetricWriter(directory, start)))
+                bar = stack.enter_context(progress(training.steps, start))
+                for note in writer.notes:
+                    say(note)
             state, done = train_loop(
                 state,
-                train_step=compiled.function,
+                train_step=train_step,
                 batches=chain([first], batches),
                 learning_rate=lambda t: learning_rate(experiment.optimizer, training.steps, t),
                 start=start,
@@ -227,15 +276,22 @@ def main(argv: list[str]) -> None:
                 save=save,
                 save_every=experiment.checkpoint.every,
                 hooks=((training.validate_every, look),),
-                should_stop=signals.arrived,
+                should_stop=stop.arrived,
+                place=program.place_rate,
+                clock=clock,
+                profile=Profile(training.profile_steps, directory, say),
             )
             if done == training.steps and done not in looked_at:
                 look(done, state.params)
     for line in [] if saved is None else summary_lines(audit_position(saved)):
-        _say(line)
-    _say(f"{directory}: step {done:,} saved, {time.perf_counter() - began:.0f} s in all")
-    if signals.arrived() and not (done == training.steps and done in looked_at):
-        sys.exit(128 + signals.number)
+        say(line)
+    spent = clock.figures()
+    say(
+        f"{directory}: step {done:,} saved, {spent['time/elapsed']:.0f} s in all, "
+        f"{spent['goodput']:.0%} of them in steps"
+    )
+    if stop.signal and not (done == training.steps and done in looked_at):
+        sys.exit(128 + stop.signal)
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
@@ -247,6 +303,11 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--reweight", action="store_true", help="go on with other weights of data.sources"
     )
+    parser.add_argument(
+        "--coordinator", metavar="HOST:PORT", help="where process 0 of several listens"
+    )
+    parser.add_argument("--processes", type=int, metavar="N", help="how many there are")
+    parser.add_argument("--process", type=int, metavar="I", help="which one this is")
 
 
 def _require_data_and_tokenizer(experiment: Experiment, tokenizer_comes_with: str | None) -> None:
@@ -306,28 +367,63 @@ def _starting_weights(where: str, wanted: ModelConfig) -> Weights:
 
 
 def _samples(experiment: Experiment, params, tokenizer):
-    """Return (prompt, greedy continuation) of the experiment's prompts."""
+    """Return (prompt, greedy continuation) of the experiment's prompts; none but in process 0."""
+    import jax
+    from jax.experimental import multihost_utils
+
     from openelm_jax.generation.language_model import LanguageModel
 
     prompts = experiment.training.sample_prompts
+    if not prompts:
+        return []
+    if jax.process_count() == 1:
+        params = jax.device_put(params, jax.devices()[0])
+    else:
+        params = multihost_utils.process_allgather(params, tiled=True)
+        if jax.process_index() != 0:
+            return []
     model = LanguageModel(experiment.model, params, tokenizer, experiment.training.dtype)
     return list(zip(prompts, model.generate(prompts, max_tokens=48), strict=True))
 
 
-class _Signals:
-    """SIGTERM and SIGINT, remembered until the step in progress is done; a second one kills."""
+def _in_words(remats: tuple[str, ...]) -> str:
+    """Return "block" or "none 0-3, block 4-15"."""
+    from openelm_jax.parallel.sharding_report import ranges
 
-    def __init__(self) -> None:
-        self.number = 0
+    if len(set(remats)) == 1:
+        return remats[0]
+    layers = {kind: [i for i, other in enumerate(remats) if other == kind] for kind in remats}
+    return ", ".join(f"{kind} {ranges(numbers)}" for kind, numbers in layers.items())
+
+
+class _Stop:
+    """SIGTERM and SIGINT, remembered until the step in progress is done; a second one kills.
+
+    Of several processes all learn of it at the same step.
+    """
+
+    def __init__(self, several: bool) -> None:
+        self.signal = 0
+        self._reached = None
+        if several:
+            from openelm_jax.parallel.processes import stop_together
+
+            self._reached = stop_together()
+            return
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._remember)
 
     def arrived(self) -> bool:
-        return self.number != 0
+        if self._reached is not None and not self.signal and self._reached():
+            self._note(signal.SIGTERM)
+        return self.signal != 0
 
     def _remember(self, number: int, _frame) -> None:
-        self.number = number
         signal.signal(number, signal.SIG_DFL)
+        self._note(number)
+
+    def _note(self, number: int) -> None:
+        self.signal = int(number)
         _say(f"{signal.Signals(number).name}: saving, then stopping (once more stops at once)")
 
 

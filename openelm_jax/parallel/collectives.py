@@ -240,4 +240,4 @@ def squared_norm(gradients: Any, layout: Layout) -> Array:
             summed = jax.lax.psum(jnp.stack([squares[index] for index in indices]), axes)
             for index, square in zip(indices, summed, strict=True):
                 squares[index] = square
-    return sum(squares)
+    return sum(squares, jnp.zeros((), jnp.float32))

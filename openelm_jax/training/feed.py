@@ -59,8 +59,9 @@ def _from_own_rows(own: np.ndarray, mesh: Mesh) -> jax.Array:
     shape = (size * shards, *own.shape[1:])
     place = {number * size: index * size for index, number in enumerate(mine)}
     arrays = []
-    for device, (rows, *_) in sharding.addressable_devices_indices_map(shape).items():
-        start = place[rows.start or 0]
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        assert index is not None
+        start = place[index[0].start or 0]
         arrays.append(jax.device_put(own[start : start + size], device))
     return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 

@@ -56,10 +56,11 @@ class Program:
         rows = self.experiment.training.global_batch_size
         length = self.experiment.model.context_length
         sharding = row_sharding(self.mesh)
-        return Batch(
+        shapes: list[Any] = [
             jax.ShapeDtypeStruct((rows, length + 1), jnp.int32, sharding=sharding),
             jax.ShapeDtypeStruct((rows, length), jnp.bool_, sharding=sharding),
-        )
+        ]
+        return Batch(*shapes)
 
     def rate_like(self) -> jax.ShapeDtypeStruct:
         """Return a learning rate as shape, type and sharding."""

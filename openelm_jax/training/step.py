@@ -127,8 +127,8 @@ def make_train_step(
         return jax.shard_map(
             train_step,
             mesh=mesh,
-            in_specs=(specs, Batch(rows, rows), whole),
-            out_specs=(specs, StepMetrics(*[whole] * len(StepMetrics._fields))),
+            in_specs=(specs, rows, whole),
+            out_specs=(specs, whole),
             check_vma=False,
         )(state, batch, learning_rate)
 
@@ -160,7 +160,7 @@ def make_validation_step(
         return jax.shard_map(
             validation_step,
             mesh=mesh,
-            in_specs=(state_specs(layout, params), Batch(rows, rows)),
+            in_specs=(state_specs(layout, params), rows),
             out_specs=PartitionSpec(),
             check_vma=False,
         )(params, batch)
