@@ -45,7 +45,12 @@ UNITS = 20_000
 
 
 def activations(
-    config: ModelConfig, shape: LayerShape, *, dtype_bytes: int, context: int = 1
+    config: ModelConfig,
+    shape: LayerShape,
+    *,
+    dtype_bytes: int,
+    context: int = 1,
+    lanes: int = 0,
 ) -> dict[str, int]:
     """Return the bytes a token of what a layer's gradient needs, by name.
 
@@ -54,21 +59,27 @@ def activations(
     saves of `decoder.Block`, without its weights: pointwise functions (norms, the gate) keep only
     their inputs, attention is a kernel that keeps no scores, and its output stands there twice, as
     heads for its own gradient and as columns for the product that follows.
+
+    On a TPU, whose registers are `lanes` wide, heads are filled up to that width, and pointwise
+    functions are computed within the product that reads them, so that nothing of them stands in
+    memory. (Both as in what its compiler allots.)
     """
     query, kv, model = shape.query_dim, shape.kv_dim, shape.model_dim
+    pointwise = 0 if lanes else 1
+    filled = -(-config.head_dim // lanes) * lanes / config.head_dim if lanes else 1
     # without a norm before the rotation, nothing needs queries and keys that are not yet turned
     turned = query + kv if config.normalize_qk_projections else 0
     elements = {
         "input": model,
-        "normal": model,
+        "normal": model * pointwise,
         "qkv": query + 2 * kv,
-        "turned": turned + 2 * kv * (context - 1),
-        "attention_out": query,
+        "turned": int((turned + 2 * kv * (context - 1)) * filled),
+        "attention_out": int(query * filled),
         "columns": query,
         "attended": model,
-        "ffn_normal": model,
+        "ffn_normal": model * pointwise,
         "wide": _wide_dim(config, shape),
-        "gated": shape.ffn_dim,
+        "gated": shape.ffn_dim * pointwise,
     }
     log_partition = {"log_partition": shape.num_query_heads * FLOAT32}
     return {name: count * dtype_bytes for name, count in elements.items()} | log_partition
@@ -81,9 +92,10 @@ def kept_by_layer(
     *,
     dtype_bytes: int,
     context: int = 1,
+    lanes: int = 0,
 ) -> int:
     """Return the bytes a token that a layer keeps from its forward to its backward pass."""
-    parts = activations(config, shape, dtype_bytes=dtype_bytes, context=context)
+    parts = activations(config, shape, dtype_bytes=dtype_bytes, context=context, lanes=lanes)
     return sum(parts[name] for name in KEPT[remat])
 
 
@@ -94,13 +106,14 @@ def working_by_layer(
     *,
     dtype_bytes: int,
     context: int = 1,
+    lanes: int = 0,
 ) -> int:
     """Return the bytes a token that a layer's backward pass needs besides what was kept for it.
 
     What it computes again is all there when its feed-forward network begins: with the gradients
     of both sides of the gate, and of what comes into and goes out of the half layer.
     """
-    parts = activations(config, shape, dtype_bytes=dtype_bytes, context=context)
+    parts = activations(config, shape, dtype_bytes=dtype_bytes, context=context, lanes=lanes)
     again = sum(parts.values()) - sum(parts[name] for name in KEPT[remat])
     return again + parts["gated"] + parts["wide"] + 2 * parts["input"]
 
@@ -144,11 +157,12 @@ def kept_bytes(
     dtype_bytes: int,
     shapes: Sequence[LayerShape] | None = None,
     context: int = 1,
+    lanes: int = 0,
 ) -> int:
     """Return the bytes that all layers keep for the backward pass of `tokens` of a device."""
     layers = zip(shapes or layer_shapes(config), remats, strict=True)
     return tokens * sum(
-        kept_by_layer(config, shape, remat, dtype_bytes=dtype_bytes, context=context)
+        kept_by_layer(config, shape, remat, dtype_bytes=dtype_bytes, context=context, lanes=lanes)
         for shape, remat in layers
     )
 
@@ -161,13 +175,14 @@ def backward_bytes(
     dtype_bytes: int,
     shapes: Sequence[LayerShape] | None = None,
     context: int = 1,
+    lanes: int = 0,
 ) -> list[int]:
     """Return the bytes of activations while each layer's backward pass runs, first layer first.
 
     That is what this layer and those before it keep, and what this one computes again; what those
     after it kept is gone. The largest of these is what must fit.
     """
-    sizes = {"dtype_bytes": dtype_bytes, "context": context}
+    sizes = {"dtype_bytes": dtype_bytes, "context": context, "lanes": lanes}
     layers = list(zip(shapes or layer_shapes(config), remats, strict=True))
     kept = accumulate(kept_by_layer(config, shape, remat, **sizes) for shape, remat in layers)
     working = (working_by_layer(config, shape, remat, **sizes) for shape, remat in layers)
@@ -182,6 +197,7 @@ def choose_remat(
     dtype_bytes: int,
     shapes: Sequence[LayerShape] | None = None,
     context: int = 1,
+    lanes: int = 0,
     among: Sequence[Remat] = ("none", "dots", "save_attention", "block"),
 ) -> tuple[Remat, ...]:
     """Return one remat a layer, so that activations fit and the fewest FLOPs are repeated.
@@ -191,7 +207,7 @@ def choose_remat(
     exact but for the rounding up of each layer's bytes. Raises UserError if nothing fits.
     """
     shapes = layer_shapes(config) if shapes is None else shapes
-    sizes = {"dtype_bytes": dtype_bytes, "context": context}
+    sizes = {"dtype_bytes": dtype_bytes, "context": context, "lanes": lanes}
     everywhere: list[Remat] = ["block"] * len(shapes)
     least = _peak(config, everywhere, tokens=tokens, shapes=shapes, **sizes)
     if least > budget_bytes:
@@ -237,13 +253,14 @@ def uniform_block(
     dtype_bytes: int,
     shapes: Sequence[LayerShape] | None = None,
     context: int = 1,
+    lanes: int = 0,
 ) -> tuple[Remat, ...]:
     """Return what `block` does best when a run of neighbouring layers has it and the rest `none`.
 
     Of all runs that fit, the one that repeats the fewest FLOPs. Raises UserError if none fits.
     """
     shapes = layer_shapes(config) if shapes is None else shapes
-    sizes = {"dtype_bytes": dtype_bytes, "context": context}
+    sizes = {"dtype_bytes": dtype_bytes, "context": context, "lanes": lanes}
     ends = range(len(shapes) + 1)
     runs: list[tuple[Remat, ...]] = [
         tuple("block" if first <= layer < end else "none" for layer in range(len(shapes)))
@@ -308,6 +325,7 @@ def step_bytes(
     first_moment_bytes: int = FLOAT32,
     shapes: Sequence[LayerShape] | None = None,
     context: int = 1,
+    lanes: int = 0,
 ) -> StepBytes:
     """Return what a device holds of one step at its worst moment.
 
@@ -316,7 +334,12 @@ def step_bytes(
     has kept what it keeps; the backward pass of each layer; and its end, at the embedding.
     """
     shapes = layer_shapes(config) if shapes is None else shapes
-    sizes: dict[str, Any] = {"tokens": tokens, "dtype_bytes": dtype_bytes, "context": context}
+    sizes: dict[str, Any] = {
+        "tokens": tokens,
+        "dtype_bytes": dtype_bytes,
+        "context": context,
+        "lanes": lanes,
+    }
     layers = [layer_parameter_count(config, shape) for shape in layer_shapes(config)]
     computed = [layer_parameter_count(config, shape) for shape in shapes]
     table = config.vocab_size * config.model_dim

@@ -22,6 +22,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 SHARE_FOR_BUDGET = 0.9
 """Of a device's memory, what `training.remat=budget` fills unless memory_gib says otherwise."""
 ATTEMPTS = 8
+TPU_LANES = 128
 
 
 def tokens_of_part(experiment: Experiment, layout: Layout) -> int:
@@ -37,7 +38,9 @@ def loss_chunk_of(experiment: Experiment, layout: Layout) -> int:
     return experiment.training.loss_chunk or loss_chunk_size(experiment.model, tokens)
 
 
-def device_bytes(experiment: Experiment, layout: Layout, remats: Sequence[Remat]) -> StepBytes:
+def device_bytes(
+    experiment: Experiment, layout: Layout, remats: Sequence[Remat], device_kind: str
+) -> StepBytes:
     """Return what one device holds at the worst moment of a step, by parts."""
     training, mesh = experiment.training, layout.mesh
     tokens = tokens_of_part(experiment, layout)
@@ -52,7 +55,13 @@ def device_bytes(experiment: Experiment, layout: Layout, remats: Sequence[Remat]
         first_moment_bytes=DTYPE_BYTES[experiment.optimizer.first_moment_dtype],
         shapes=layout.layers,
         context=mesh.context,
+        lanes=lanes_of(device_kind),
     )
+
+
+def lanes_of(device_kind: str) -> int:
+    """Return the width of a TPU's registers, which its arrays are filled up to; 0 for others."""
+    return TPU_LANES if device_kind.startswith("TPU") else 0
 
 
 def remats_of(experiment: Experiment, layout: Layout, device_kind: str) -> tuple[Remat, ...]:
@@ -62,8 +71,7 @@ def remats_of(experiment: Experiment, layout: Layout, device_kind: str) -> tuple
     """
     training = experiment.training
     if training.remat != "budget":
-        same: tuple[Remat, ...] = (training.remat,) * len(layout.layers)
-        return same
+        return (training.remat,) * len(layout.layers)
     memory = memory_bytes(device_kind)
     if training.memory_gib is None and memory is None:
         raise UserError(
@@ -71,8 +79,8 @@ def remats_of(experiment: Experiment, layout: Layout, device_kind: str) -> tuple
             "it to fill with --training.memory-gib."
         )
     limit = training.memory_gib * GIB if training.memory_gib else SHARE_FOR_BUDGET * (memory or 0)
-    blocks: tuple[Remat, ...] = ("block",) * len(layout.layers)
-    held = device_bytes(experiment, layout, blocks)
+    remats: tuple[Remat, ...] = ("block",) * len(layout.layers)
+    held = device_bytes(experiment, layout, blocks, device_kind)
     budget = int(limit - (held.total - held.activations))
     for _ in range(ATTEMPTS):
         if budget <= 0:
@@ -88,9 +96,10 @@ def remats_of(experiment: Experiment, layout: Layout, device_kind: str) -> tuple
             dtype_bytes=DTYPE_BYTES[training.dtype],
             shapes=layout.layers,
             context=layout.mesh.context,
+            lanes=lanes_of(device_kind),
         )
         # The worst moment may be another one than with `block`, with more besides activations.
-        excess = device_bytes(experiment, layout, remats).total - limit
+        excess = device_bytes(experiment, layout, remats, device_kind).total - limit
         if excess <= 0:
             break
         budget -= math.ceil(excess)

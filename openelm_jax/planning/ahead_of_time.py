@@ -13,24 +13,14 @@ import time
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from openelm_jax.config import Experiment
 from openelm_jax.errors import UserError
 from openelm_jax.experiment_file import from_json
-from openelm_jax.model.decoder import Decoder, init_params
-from openelm_jax.parallel.attention import Kernel, choose_kernel
-from openelm_jax.parallel.collectives import make_attend, make_collectives
 from openelm_jax.parallel.mesh import make_mesh, resolve_mesh
-from openelm_jax.parallel.sharding import Layout, make_layout, row_sharding, state_shardings
 from openelm_jax.planning.collectives import collectives_in
-from openelm_jax.planning.memory import remats_of
 from openelm_jax.planning.topologies import Topology, parse_topology
-from openelm_jax.training.optimizer import make_optimizer
-from openelm_jax.training.state import new_state
-from openelm_jax.training.step import Batch, make_train_step
+from openelm_jax.training.program import make_program
 
 EXHAUSTED = re.compile(r"Used ([\d.]+)([KMG]) of ")
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
@@ -49,13 +39,15 @@ def main() -> None:
     topology = parse_topology(request["topology"], request["granules"])
     shape = resolve_mesh(experiment.mesh, topology.devices, topology.granules)
     mesh = make_mesh(shape, devices_of(topology))
-    layout = make_layout(experiment.model, shape)
-    kernel = kernel_of(experiment, topology, shape.context)
+    bos_id = BOS_ID if experiment.data.isolate_documents else None
+    program = make_program(experiment, mesh, bos_id=bos_id, probe=False)
 
     begin = time.perf_counter()
-    lowered = lowered_step(experiment, topology, mesh, layout, kernel)
+    lowered = program.train_step.lower(
+        program.state_like(), program.batch_like(), program.rate_like()
+    )
     lowered_at = time.perf_counter()
-    answer: dict[str, Any] = {"mesh": shape._asdict(), "kernel": kernel.name}
+    answer: dict[str, Any] = {"mesh": shape._asdict(), "kernel": program.kernel.name}
     try:
         compiled = lowered.compile(compiler_options=OPTIONS[request["effort"]])
     except jax.errors.JaxRuntimeError as fault:
@@ -71,70 +63,6 @@ def main() -> None:
     answer["lowering_seconds"] = lowered_at - begin
     answer["compilation_seconds"] = time.perf_counter() - lowered_at
     print(json.dumps(answer))
-
-
-def kernel_of(experiment: Experiment, topology: Topology, context: int) -> Kernel:
-    """Return the kernel of attention that a run would have on the devices."""
-    training, accelerator = experiment.training, topology.accelerator
-    return choose_kernel(
-        training.attention,
-        platform=accelerator.platform,
-        device_kind=accelerator.device_kind,
-        dtype=jnp.dtype(training.dtype),
-        head_dim=experiment.model.head_dim,
-        context_length=experiment.model.context_length,
-        isolating=experiment.data.isolate_documents,
-        context=context,
-        probe=False,
-    )
-
-
-def lowered_step(
-    experiment: Experiment, topology: Topology, mesh: Mesh, layout: Layout, kernel: Kernel
-) -> Any:
-    """Return the training step of a run, lowered for arrays that need not exist."""
-    training, model = experiment.training, experiment.model
-    optimizer = make_optimizer(experiment.optimizer)
-    decoder = Decoder(
-        model,
-        dtype=jnp.dtype(training.dtype),
-        remat=remats_of(experiment, layout, topology.accelerator.memory),
-        attend=make_attend(model, layout, kernel.attend),
-        collectives=make_collectives(layout),
-        shapes=layout.layers,
-    )
-    step = make_train_step(
-        decoder,
-        optimizer,
-        training,
-        experiment.optimizer.clip_norm,
-        BOS_ID if experiment.data.isolate_documents else None,
-        mesh,
-    )
-    rate = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec()))
-    state = abstract_state(experiment, layout, mesh)
-    return jax.jit(step, donate_argnums=0).lower(state, abstract_batch(experiment, mesh), rate)
-
-
-def abstract_state(experiment: Experiment, layout: Layout, mesh: Mesh) -> Any:
-    """Return the state as shapes on the mesh."""
-    optimizer = make_optimizer(experiment.optimizer)
-    state = jax.eval_shape(lambda: new_state(init_params(experiment.model, 0), optimizer))
-    return jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        state,
-        state_shardings(layout, mesh, state),
-    )
-
-
-def abstract_batch(experiment: Experiment, mesh: Mesh) -> Any:
-    """Return a global batch as shapes on the mesh."""
-    rows, length = experiment.training.global_batch_size, experiment.model.context_length
-    sharding = row_sharding(mesh)
-    return Batch(
-        jax.ShapeDtypeStruct((rows, length + 1), jnp.int32, sharding=sharding),
-        jax.ShapeDtypeStruct((rows, length), jnp.bool_, sharding=sharding),
-    )
 
 
 def devices_of(topology: Topology) -> list[Any]:

@@ -10,18 +10,12 @@ from typing import Literal
 
 from openelm_jax.config import Experiment, MeshConfig
 from openelm_jax.errors import UserError
+from openelm_jax.parallel.memory import DTYPE_BYTES, device_bytes, remats_of
 from openelm_jax.parallel.mesh import MeshShape, check_context, check_rows, resolve_mesh
 from openelm_jax.parallel.sharding import Layout, make_layout
 from openelm_jax.planning.collectives import Collective
 from openelm_jax.planning.compiled import CompiledStep
-from openelm_jax.planning.memory import (
-    DTYPE_BYTES,
-    device_bytes,
-    parts_of,
-    recomputed,
-    remats_of,
-    stored_parameters,
-)
+from openelm_jax.planning.memory import parts_of, recomputed, stored_parameters
 from openelm_jax.planning.roofline import Roofline, memory_bytes, product_flops, roofline
 from openelm_jax.planning.topologies import GIB, Topology
 from openelm_jax.planning.traffic import planned_collectives
@@ -75,8 +69,9 @@ def estimate(experiment: Experiment, topology: Topology, *, advise: bool = True)
     check_context(mesh, model.context_length)
     layout = make_layout(model, mesh)
     usable = int(topology.accelerator.memory)
-    remats = remats_of(experiment, layout, usable)
-    held = device_bytes(experiment, layout, remats)
+    device_kind = topology.accelerator.device_kind
+    remats = remats_of(experiment, layout, device_kind)
+    held = device_bytes(experiment, layout, remats, device_kind)
     rows = training.global_batch_size // (mesh.row_shards * training.accumulation)
     step_tokens = training.global_batch_size * model.context_length
     tokens = step_tokens / (mesh.row_shards * mesh.context)
