@@ -100,7 +100,7 @@ def choose_kernel(
         return Kernel("portable", causal_attend, "; ".join(["portable", *faults]))
     raise UserError(
         f"training.attention=auto finds no kernel for rows of {context_length:,} tokens: "
-        f"{'; '.join(faults)}; shorten data.context_length to {LONGEST_SQUARE:,} or accept "
+        f"{'; '.join(faults)}; shorten model.context_length to {LONGEST_SQUARE:,} or accept "
         f"{_square(place)} with --training.attention portable."
     )
 
