@@ -70,8 +70,10 @@ def remats_of(experiment: Experiment, layout: Layout, device_kind: str) -> tuple
     Raises UserError where `training.remat` is budget and no choice fits it, or it is not known.
     """
     training = experiment.training
+    remats: tuple[Remat, ...]
     if training.remat != "budget":
-        return (training.remat,) * len(layout.layers)
+        remats = (training.remat,) * len(layout.layers)
+        return remats
     memory = memory_bytes(device_kind)
     if training.memory_gib is None and memory is None:
         raise UserError(
@@ -79,8 +81,8 @@ def remats_of(experiment: Experiment, layout: Layout, device_kind: str) -> tuple
             "it to fill with --training.memory-gib."
         )
     limit = training.memory_gib * GIB if training.memory_gib else SHARE_FOR_BUDGET * (memory or 0)
-    remats: tuple[Remat, ...] = ("block",) * len(layout.layers)
-    held = device_bytes(experiment, layout, blocks, device_kind)
+    remats = ("block",) * len(layout.layers)
+    held = device_bytes(experiment, layout, remats, device_kind)
     budget = int(limit - (held.total - held.activations))
     for _ in range(ATTEMPTS):
         if budget <= 0:
