@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from ports import free_port
 from small_runs import environment
 
 from openelm_jax.errors import UserError
@@ -177,12 +178,6 @@ def test_one_process_agrees_with_itself_and_raises_what_it_meets() -> None:
 
 
 # --- Real processes.
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        return listener.getsockname()[1]
 
 
 def start(folder: Path, seconds: int, *flags: str, **variables: str) -> subprocess.Popen:

@@ -243,5 +243,5 @@ def _ffn_columns(
 def _share(start: int, size: int, device: int, devices: int) -> Piece:
     """Return a device's share of `size` columns from `start` on."""
     width = -(-size // devices)
-    bounds = (min(part * width, size) for part in (device, device + 1))
-    return Piece(*(start + bound for bound in bounds), width)
+    first, last = (min(part * width, size) for part in (device, device + 1))
+    return Piece(start + first, start + last, width)

@@ -19,8 +19,8 @@ def sharding_lines(
 ) -> list[str]:
     """Return the mesh with the bytes of a device, each parameter's spec, and every fallback.
 
-    `state_bytes_per_parameter` are those of a parameter and its moments. Layers with the same spec
-    share a line.
+    `state_bytes_per_parameter` are those of a parameter and its moments. Parameters with the same
+    spec share a line.
     """
     held = sum(held_elements(placement, layout) for placement in layout.placements.values())
     whole = sum(math.prod(placement.shape) for placement in layout.placements.values())
@@ -28,16 +28,15 @@ def sharding_lines(
         f"mesh {layout.mesh}: a device holds {held:,} of {whole:,} parameters, "
         f"{held * state_bytes_per_parameter / GIB:.2f} GiB with their moments"
     ]
-    by_spec: dict[tuple[str, str], list[int]] = {}
+    by_spec: dict[str, dict[str, list[int]]] = {}
     for path, placement in layout.placements.items():
-        name = re.sub(r"^layers_(\d+)", "layers", path)
-        number = re.match(r"layers_(\d+)", path)
-        layers = by_spec.setdefault((name, _spec(placement)), [])
+        number = re.match(r"layers_(\d+)/", path)
+        name = path if number is None else path[number.end() :]
+        layers = by_spec.setdefault(_spec(placement), {}).setdefault(name, [])
         if number is not None:
             layers.append(int(number[1]))
-    for (name, spec), layers in by_spec.items():
-        numbers = f" {ranges(layers)}" if layers and len(layers) < config.num_layers else ""
-        lines.append(f"  {name.replace('layers', f'layers{numbers}')}: {spec}")
+    for spec, names in by_spec.items():
+        lines.append(f"{spec}: {', '.join(_of_layers(config, *item) for item in names.items())}")
     return lines + list(fallback_lines(config, layout))
 
 
@@ -103,10 +102,15 @@ def ranges(numbers: Sequence[int]) -> str:
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
+def _of_layers(config: ModelConfig, name: str, layers: list[int]) -> str:
+    some = layers and len(layers) < config.num_layers
+    return f"{name} of layers {ranges(layers)}" if some else name
+
+
 def _spec(placement: Placement) -> str:
     if placement.dim is None:
-        return "a copy on every device"
+        return "copies on every device"
     size = placement.shape[placement.dim]
     if not placement.axes:
-        return f"model_dim {size} not divided, a copy on every device"
+        return f"model_dim {size} not divided, copies on every device"
     return f"model_dim {size} over {', '.join(placement.axes)}"

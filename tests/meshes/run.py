@@ -3,7 +3,8 @@
 python run.py FOLDER STEPS COORDINATOR PROCESS PROCESSES RUN ...
 
 A RUN is NAME=REPLICA,FSDP,TENSOR,CONTEXT,ACCUMULATION; NAME=0 trains without any mesh. With `-` for
-the coordinator one process trains on its first devices. NAME.npz keeps `losses`, first moments `gradient:PATH` after one step, and parameters `param:PATH`.
+the coordinator one process trains on its first devices. NAME.npz keeps `losses`, first moments
+`gradient:PATH` after one step, and parameters `param:PATH`.
 """
 
 from __future__ import annotations

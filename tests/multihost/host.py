@@ -16,6 +16,7 @@ from small_runs import small_experiment
 
 from openelm_jax.data.pipeline import open_data
 from openelm_jax.errors import UserError
+from openelm_jax.parallel.mesh import MeshShape, make_mesh, reader_of
 from openelm_jax.tokenizer import load_tokenizer
 from openelm_jax.training.feed import feed, whole_position
 
@@ -25,16 +26,18 @@ jax.distributed.initialize(coordinator, int(hosts), int(host))
 
 experiment = small_experiment(Path(folder))
 tokenizer = load_tokenizer(experiment.tokenizer.path)
+mesh = make_mesh(MeshShape(fsdp=jax.device_count()))
+reader, readers = reader_of(mesh, jax.process_index())
 data = open_data(
     experiment.data,
     tokenizer,
     row_length=experiment.model.context_length + 1,
     global_batch_size=experiment.training.global_batch_size,
-    host=jax.process_index(),
-    hosts=jax.process_count(),
+    host=reader,
+    hosts=readers,
 )
 rows, counted, positions = [], [], []
-with closing(data), feed(data, 2, bos_id=tokenizer.bos_id) as fed:
+with closing(data), feed(data, 2, mesh=mesh, bos_id=tokenizer.bos_id) as fed:
     for _ in range(int(batches)):
         batch, position = next(fed)
         # Every device holds its share of the batch and no other.

@@ -4,7 +4,6 @@ Real processes, joined by jax.distributed, with two devices each.
 """
 
 import json
-import socket
 import subprocess
 import sys
 from contextlib import closing
@@ -13,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from corpora import tokenizer
+from ports import free_port
 from small_runs import environment, small_experiment, write_corpus
 
 from openelm_jax.data.pipeline import Position, open_data
@@ -21,12 +21,6 @@ from openelm_jax.training.feed import counted_targets
 HOSTS = 2
 BATCHES = 12
 """Enough to read the small corpus more than once."""
-
-
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        return listener.getsockname()[1]
 
 
 @pytest.fixture(scope="module")
