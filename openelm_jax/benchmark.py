@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from openelm_jax.command_line import command_parser, parse, run
 from openelm_jax.config import Experiment
@@ -28,15 +30,27 @@ SUBJECTS = {
             --model.context-length 256 --part step --dtype float32
         """,
     ),
+    "accelerator": (
+        "The published models on this machine's first GPU or TPU, in ten minutes: kernels against\n"
+        "the portable one, largest batch, speed, memory, compiling, saving. Writes one JSON file.",
+        """
+        python -m openelm_jax.benchmark accelerator --out docs/results
+        python -m openelm_jax.benchmark accelerator --sizes 3b --data.root DIR --tokenizer FILE
+        """,
+    ),
 }
 DATA_PARTS = ("encode", "workers", "restore", "memory", "mixture")
 TRAIN_PARTS = ("step", "loop")
 DTYPES = ("float32", "bfloat16")
+SIZES = ("270m", "450m", "1_1b", "3b")
 
 
 def main(argv: list[str]) -> None:
     """Print the figures of a subject, as text or as JSON."""
     subject, arguments, experiment = _parse(argv)
+    if experiment is None:
+        _measure_accelerator(arguments)
+        return
 
     from openelm_jax.benchmarks.report import describe_machine, format_figures
 
@@ -64,7 +78,29 @@ def main(argv: list[str]) -> None:
         print(format_figures(machine, figures))
 
 
-def _parse(argv: list[str]) -> tuple[str, argparse.Namespace, Experiment]:
+def _measure_accelerator(arguments: argparse.Namespace) -> None:
+    from openelm_jax.benchmarks.accelerator import measure_accelerator
+    from openelm_jax.xla_flags import set_flags
+
+    file = measure_accelerator(
+        tuple(arguments.sizes.split(",")),
+        Path(arguments.out),
+        root=arguments.root,
+        tokenizer=arguments.tokenizer,
+        minutes=arguments.minutes,
+        steps=arguments.steps,
+        flags=set_flags(),
+        say=lambda line: print(line, file=sys.stderr, flush=True),
+    )
+    print(file)
+
+
+def _parse(argv: list[str]) -> tuple[str, argparse.Namespace, Experiment | None]:
+    if argv[:1] == ["accelerator"]:
+        purpose, examples = SUBJECTS["accelerator"]
+        parser = command_parser("benchmark accelerator", purpose, examples)
+        _add_accelerator_flags(parser)
+        return "accelerator", parser.parse_args(argv[1:]), None
     flags = {"data": _add_data_flags, "train": _add_train_flags}
     if argv and argv[0] in SUBJECTS:
         subject = argv[0]
@@ -92,6 +128,20 @@ def _add_train_flags(parser: argparse.ArgumentParser) -> None:
     _add_choice(parser, "--part", TRAIN_PARTS)
     _add_choice(parser, "--dtype", DTYPES)
     _add_seconds(parser, "about so long a part and compute type, after compiling")
+
+
+def _add_accelerator_flags(parser: argparse.ArgumentParser) -> None:
+    sizes = ",".join(SIZES)
+    parser.add_argument("--out", default="docs/results", metavar="DIR", help="docs/results")
+    parser.add_argument("--sizes", default=sizes, metavar="A,B", help=f"experiments ({sizes})")
+    parser.add_argument("--minutes", type=float, default=10, metavar="M", help="in all (10)")
+    parser.add_argument("--steps", type=int, default=40, metavar="N", help="of each size (40)")
+    parser.add_argument(
+        "--data.root", dest="root", metavar="DIR", help="text files (the demo corpus)"
+    )
+    parser.add_argument(
+        "--tokenizer", metavar="FILE", help="SentencePiece model (one trained on the text)"
+    )
 
 
 def _add_seconds(parser: argparse.ArgumentParser, meaning: str) -> None:

