@@ -22,7 +22,9 @@ from openelm_jax.planning.collectives import collectives_in
 from openelm_jax.planning.topologies import Topology, parse_topology
 from openelm_jax.training.program import make_program
 
-EXHAUSTED = re.compile(r"Used ([\d.]+)([KMG]) of ")
+# "Ran out of memory on HBM, the total memory required for HLO temporaries (26.96G) exceeds ..." or
+# "Ran out of memory in memory space hbm. Used 18.20G of 15.75G hbm ..."
+EXHAUSTED = re.compile(r"(?:temporaries \(|Used )([\d.]+)([KMG])")
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 BOS_ID = 1
 OPTIONS: dict[str, dict[str, Any]] = {
