@@ -72,6 +72,10 @@ def make_attend(config: ModelConfig, layout: Layout, kernel: CausalAttend) -> At
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def gather_weight(shard: Array, placement: Placement, mesh: MeshShape, dtype: Any) -> Array:
     """Return the part of a matrix that this device computes with, from every device's shard."""
+    return _gathered(shard, placement, mesh, dtype)
+
+
+def _gathered(shard: Array, placement: Placement, mesh: MeshShape, dtype: Any) -> Array:
     weight = shard.astype(dtype)
     dim, columns = placement.dim, placement.columns
     assert dim is not None, "norms are not gathered"
@@ -84,7 +88,8 @@ def gather_weight(shard: Array, placement: Placement, mesh: MeshShape, dtype: An
 
 
 def _gather_forward(shard, placement, mesh, dtype):
-    return gather_weight(shard, placement, mesh, dtype), None
+    # Not by `gather_weight`: a remat policy has to see what is in it.
+    return _gathered(shard, placement, mesh, dtype), None
 
 
 def _gather_backward(placement, mesh, dtype, _, d_weight):
