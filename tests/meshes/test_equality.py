@@ -45,10 +45,10 @@ def train(folder: Path, devices: int, runs: list[str], processes: int = 1) -> Pa
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
     }
     coordinator = "-" if processes == 1 else f"localhost:{free_port()}"
+    rest = [str(processes), *runs]
     running = [
         subprocess.Popen(
-            [sys.executable, PROGRAM, folder, str(STEPS), coordinator]
-            + [str(process), str(processes), *runs],
+            [sys.executable, PROGRAM, folder, str(STEPS), coordinator, str(process), *rest],
             env=environment,
             stderr=subprocess.PIPE,
             text=True,
