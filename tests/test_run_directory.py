@@ -55,7 +55,7 @@ def test_the_resolved_experiment_is_in_the_directory(experiment, tmp_path):
         ("model", {"num_layers": 3}, "model.num_layers: 2, 3"),
         ("optimizer", {"peak_lr": 0.5}, "optimizer.peak_lr: 0.01, 0.5"),
         ("training", {"steps": 17}, "training.steps: 16, 17"),
-        ("training", {"accumulation": 2}, "training.accumulation: 1, 2"),
+        ("training", {"dtype": "bfloat16"}, "training.dtype: 'float32', 'bfloat16'"),
         ("data", {"seed": 5}, "data.seed: 0, 5"),
     ],
 )
@@ -85,9 +85,12 @@ def test_all_differences_are_named_at_once(experiment, tmp_path):
         ("training", {"log_every": 1, "validate_every": 3, "sample_prompts": ("a",)}),
         ("checkpoint", {"every": 1, "keep_every": 2}),
         ("data", {"prefetch": 0, "root": "/elsewhere", "max_bad_fraction": 0.5}),
+        ("mesh", {"tensor": 2}),
+        ("training", {"accumulation": 2, "remat": "dots", "attention": "portable"}),
+        ("training", {"memory_gib": 40.0, "loss_chunk": 512, "profile_steps": "3:4"}),
     ],
 )
-def test_what_changes_no_result_may_change(experiment, tmp_path, group, changes):
+def test_what_changes_no_result_but_its_last_bits_may_change(experiment, tmp_path, group, changes):
     claim(tmp_path, experiment)
     begin(tmp_path)
     changed = with_changes(experiment, group, **changes)

@@ -6,7 +6,7 @@ import dataclasses
 import json
 from pathlib import Path
 
-from openelm_jax.config import Experiment
+from openelm_jax.config import Experiment, MeshConfig
 from openelm_jax.data.manifest import Manifest, describe_changes
 from openelm_jax.data.pipeline import training_texts
 from openelm_jax.errors import UserError
@@ -25,7 +25,8 @@ def check_run(run: Path, experiment: Experiment) -> None:
 
     Until the first checkpoint everything may change, so that a mistake can be mended; then what
     changes no result may (logging, checkpoints, prefetch and workers, where the data lies, when it
-    is too bad or read too often to go on). Raises UserError naming every other field that differs,
+    is too bad or read too often to go on), or its last bits only (mesh, accumulation, kernel, what
+    is computed again). Raises UserError naming every other field that differs,
     but for the sources' weights: those of the checkpoint count (`position.check_fingerprint`).
     """
     path = run / EXPERIMENT
@@ -136,8 +137,18 @@ def _what_counts(experiment: Experiment) -> Experiment:
             on_damaged_shard="raise",
         ),
         training=dataclasses.replace(
-            experiment.training, log_every=1, validate_every=0, sample_prompts=()
+            experiment.training,
+            accumulation=1,
+            attention="auto",
+            remat="none",
+            memory_gib=None,
+            loss_chunk=None,
+            log_every=1,
+            profile_steps=None,
+            validate_every=0,
+            sample_prompts=(),
         ),
+        mesh=MeshConfig(),
         checkpoint=dataclasses.replace(experiment.checkpoint, every=1, keep_every=None),
     )
 
