@@ -81,15 +81,13 @@ class Collectives(NamedTuple):
 
     gather: (weight, path, dtype) -> the matrix that this device computes with. embed: (table,
     tokens, dtype) -> rows. enter, leave: around the products of a layer that devices divide by
-    columns, `path` being that of the half layer. divided: whether weights are gathered from other
-    devices, and therefore again in the backward pass rather than kept.
+    columns, `path` being that of the half layer.
     """
 
     gather: Callable[[jax.Array, str, Any], jax.Array] = gather
     embed: Callable[[jax.Array, jax.Array, Any], jax.Array] = embed
     enter: Callable[[jax.Array, str], jax.Array] = same
     leave: Callable[[jax.Array, str], jax.Array] = same
-    divided: bool = False
 
 
 class Norm(nn.Module):
@@ -235,7 +233,7 @@ class Decoder(nn.Module):
         shapes = self.shapes or layer_shapes(config)
         remats = (self.remat,) * len(shapes) if isinstance(self.remat, str) else self.remat
         self.layers = [
-            _remade(remat, self.collectives)(config, shape, self.attend, self.collectives)
+            _remade(remat)(config, shape, self.attend, self.collectives)
             for shape, remat in zip(shapes, remats, strict=True)
         ]
         self.final_norm = Norm(config.normalization)
@@ -309,18 +307,12 @@ def path_of(module: nn.Module) -> str:
     return "/".join(module.path)
 
 
-def _remade(remat: str, collectives: Collectives) -> type[Block]:
+def _remade(remat: str) -> type[Block]:
     """Return Block, with what its backward pass computes again."""
-    if remat != "none":
-        keep = jax.checkpoint_policies.save_only_these_names(*REMAT_KEEPS[remat])
-        return nn.remat(Block, policy=keep)
-    if collectives.divided:  # whole weights of every layer at once are what sharding avoids
-        return nn.remat(Block, policy=_keep_what_is_not_gathered)
-    return Block
-
-
-def _keep_what_is_not_gathered(primitive: Any, *_: Any, **parameters: Any) -> bool:
-    return primitive.name != "all_gather" and parameters.get("name") != "weights"
+    if remat == "none":
+        return Block
+    keep = jax.checkpoint_policies.save_only_these_names(*REMAT_KEEPS[remat])
+    return nn.remat(Block, policy=keep)
 
 
 def _kernel(

@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from openelm_jax.config import ModelConfig
 from openelm_jax.model.attention import Attend, CausalAttend
@@ -37,7 +36,7 @@ def make_collectives(layout: Layout) -> Collectives:
     }
 
     def gather(weight: Array, path: str, dtype: Any) -> Array:
-        return checkpoint_name(gather_weight(weight, placements[path], mesh, dtype), "weights")
+        return gather_weight(weight, placements[path], mesh, dtype)
 
     def embed(table: Array, tokens_BT: Array, dtype: Any) -> Array:
         return _embed(table, tokens_BT, placements["embedding"], mesh, dtype)
@@ -48,8 +47,7 @@ def make_collectives(layout: Layout) -> Collectives:
     def leave(x: Array, path: str) -> Array:
         return leave_columns(x) if path in divided else x
 
-    gathered = any(placement.axes for placement in placements.values())
-    return Collectives(gather, embed, enter, leave, divided=gathered)
+    return Collectives(gather, embed, enter, leave)
 
 
 def make_attend(config: ModelConfig, layout: Layout, kernel: CausalAttend) -> Attend:
@@ -88,7 +86,7 @@ def _gathered(shard: Array, placement: Placement, mesh: MeshShape, dtype: Any) -
 
 
 def _gather_forward(shard, placement, mesh, dtype):
-    # Not by `gather_weight`: a remat policy has to see what is in it.
+    # Not by `gather_weight`: remat takes what that returns for a thing to be kept.
     return _gathered(shard, placement, mesh, dtype), None
 
 

@@ -50,13 +50,19 @@ def device_bytes(
         tokens=tokens,
         dtype_bytes=DTYPE_BYTES[training.dtype],
         loss_chunk=min(loss_chunk_of(experiment, layout), tokens),
-        shards=mesh.fsdp * mesh.context,
+        shards=shards_of(layout),
         accumulation=training.accumulation,
         first_moment_bytes=DTYPE_BYTES[experiment.optimizer.first_moment_dtype],
         shapes=layout.layers,
         context=mesh.context,
         lanes=lanes_of(device_kind),
     )
+
+
+def shards_of(layout: Layout) -> int:
+    """Return among how many devices the parameters are divided; norms, which are not, aside."""
+    embedding = layout.placements["embedding"]
+    return math.prod(getattr(layout.mesh, axis) for axis in embedding.axes)
 
 
 def lanes_of(device_kind: str) -> int:
@@ -67,13 +73,17 @@ def lanes_of(device_kind: str) -> int:
 def remats_of(experiment: Experiment, layout: Layout, device_kind: str) -> tuple[Remat, ...]:
     """Return what each layer computes again on devices of this kind.
 
-    Raises UserError where `training.remat` is budget and no choice fits it, or it is not known.
+    Where weights are gathered, `none` is `dots`: a backward pass that gathers them again has its
+    pointwise functions computed again too, which costs no product and halves what is kept. Raises UserError where `training.remat` is budget and no choice fits it, or it is not known.
     """
     training = experiment.training
     remats: tuple[Remat, ...]
+    among: tuple[Remat, ...] = ("dots", "save_attention", "block")
+    if shards_of(layout) == 1:
+        among = ("none", *among)
     if training.remat != "budget":
-        remats = (training.remat,) * len(layout.layers)
-        return remats
+        remat: Remat = training.remat
+        return (among[0] if remat == "none" else remat,) * len(layout.layers)
     memory = memory_bytes(device_kind)
     if training.memory_gib is None and memory is None:
         raise UserError(
@@ -99,6 +109,7 @@ def remats_of(experiment: Experiment, layout: Layout, device_kind: str) -> tuple
             shapes=layout.layers,
             context=layout.mesh.context,
             lanes=lanes_of(device_kind),
+            among=among,
         )
         # The worst moment may be another one than with `block`, with more besides activations.
         excess = device_bytes(experiment, layout, remats, device_kind).total - limit
