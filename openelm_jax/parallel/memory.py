@@ -80,7 +80,7 @@ def remats_of(experiment: Experiment, layout: Layout, device_kind: str) -> tuple
     remats: tuple[Remat, ...]
     among: tuple[Remat, ...] = ("dots", "save_attention", "block")
     if shards_of(layout) == 1:
-        among = ("none", *among)
+        among = ("none", "dots", "save_attention", "block")
     if training.remat != "budget":
         remat: Remat = training.remat
         return (among[0] if remat == "none" else remat,) * len(layout.layers)
