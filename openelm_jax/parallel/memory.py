@@ -77,7 +77,6 @@ def remats_of(experiment: Experiment, layout: Layout, device_kind: str) -> tuple
     pointwise functions computed again too, which costs no product and halves what is kept. Raises UserError where `training.remat` is budget and no choice fits it, or it is not known.
     """
     training = experiment.training
-    remats: tuple[Remat, ...]
     among: tuple[Remat, ...] = ("dots", "save_attention", "block")
     if shards_of(layout) == 1:
         among = ("none", "dots", "save_attention", "block")
@@ -91,7 +90,7 @@ def remats_of(experiment: Experiment, layout: Layout, device_kind: str) -> tuple
             "it to fill with --training.memory-gib."
         )
     limit = training.memory_gib * GIB if training.memory_gib else SHARE_FOR_BUDGET * (memory or 0)
-    remats = ("block",) * len(layout.layers)
+    remats: tuple[Remat, ...] = ("block",) * len(layout.layers)
     held = device_bytes(experiment, layout, remats, device_kind)
     budget = int(limit - (held.total - held.activations))
     for _ in range(ATTEMPTS):
