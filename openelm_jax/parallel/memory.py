@@ -90,7 +90,8 @@ def remats_of(experiment: Experiment, layout: Layout, device_kind: str) -> tuple
             "it to fill with --training.memory-gib."
         )
     limit = training.memory_gib * GIB if training.memory_gib else SHARE_FOR_BUDGET * (memory or 0)
-    remats: tuple[Remat, ...] = ("block",) * len(layout.layers)
+    block: Remat = "block"
+    remats = (block,) * len(layout.layers)
     held = device_bytes(experiment, layout, remats, device_kind)
     budget = int(limit - (held.total - held.activations))
     for _ in range(ATTEMPTS):
