@@ -31,3 +31,20 @@ def test_the_second_compilation_of_a_function_is_a_hit(empty_cache):
 
     assert (first.cache, other.cache, again.cache) == ("miss", "miss", "hit")
     assert first.function(x)[2] == again.function(x)[2] == jnp.sin(2.0) * 3.0
+
+
+def test_a_line_before_and_one_after_tell_what_is_compiled(empty_cache):
+    said = []
+    x = jnp.arange(5.0)
+
+    done = compile_step(jax.jit(jnp.cos), x, what="2 layers for 1 device", say=said.append)
+
+    assert said == [
+        "compiling 2 layers for 1 device ...",
+        f"compiled 2 layers for 1 device in {done.seconds:.1f} s (cache miss)",
+    ]
+
+
+def test_the_compiler_gets_the_options():
+    with pytest.raises(Exception, match="No such compile option: 'xla_no_such_option'"):
+        compile_step(jax.jit(jnp.cos), jnp.arange(5.0), options={"xla_no_such_option": "true"})

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from openelm_jax.errors import UserError
-from openelm_jax.training.metrics import MetricWriter
+from openelm_jax.training.metrics import MetricWriter, speed_figures
 
 
 def write(directory: Path, resume_step: int, steps: list[int], loss: float) -> None:
@@ -105,6 +105,20 @@ def test_a_place_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("a file")
     with pytest.raises(UserError, match=r"run: metrics cannot be written \("):
         MetricWriter(tmp_path / "run", 0)
+
+
+def test_speeds_are_of_all_devices_and_of_each_and_a_share_of_the_known_peak() -> None:
+    """The rate at which eight H200 would train 3B at half of their peak: 25.7 k tokens/s each."""
+    figures = speed_figures(8 * 25_700, 19.25e9, devices=8, peak_flops=989e12)
+
+    assert figures["speed/tokens_per_second"] == 8 * 25_700
+    assert figures["speed/tokens_per_second_per_device"] == 25_700
+    assert figures["speed/tflops_per_device"] == pytest.approx(494.7, abs=0.1)
+    assert figures["speed/mfu"] == pytest.approx(0.5, abs=0.001)
+
+
+def test_no_share_of_an_unknown_peak_is_given() -> None:
+    assert "speed/mfu" not in speed_figures(100.0, 1e6, devices=1, peak_flops=None)
 
 
 SHOW = """

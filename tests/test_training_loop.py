@@ -5,10 +5,13 @@ The model is left out: a pretended step counts, and its metrics remember when th
 
 import math
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from openelm_jax.errors import UserError
+from openelm_jax.training.clock import Clock
 from openelm_jax.training.feed import feed
 from openelm_jax.training.loop import train_loop
 from openelm_jax.training.state import TrainState
@@ -169,10 +172,8 @@ def test_hooks_get_the_parameters_of_their_steps_after_the_save():
     assert run.events[-3:] == [("save", 6), ("a", 6), ("b", 6)]
 
 
-def test_the_time_of_saves_and_hooks_is_not_the_steps_time(monkeypatch):
+def test_the_time_of_saves_and_hooks_is_not_the_steps_time(now):
     """On a clock that moves in save and hook alone, steps take no time."""
-    now = [0.0]
-    monkeypatch.setattr("openelm_jax.training.clock.time.perf_counter", lambda: now[0])
     run = Run()
 
     def slow(step, params):
@@ -182,6 +183,102 @@ def test_the_time_of_saves_and_hooks_is_not_the_steps_time(monkeypatch):
 
     assert now == [200.0]
     assert [logged.seconds for logged in run.logged] == [0.0, 0.0, 0.0, 0.0]
+
+
+@pytest.fixture
+def now(monkeypatch):
+    """Return the time in a list; it moves only where a test moves it."""
+    now = [0.0]
+    monkeypatch.setattr("openelm_jax.training.clock.time.perf_counter", lambda: now[0])
+    return now
+
+
+def test_seconds_without_steps_are_counted_by_what_they_went_into(now):
+    run = Run()
+
+    def slow(seconds, what):
+        def call(*arguments):
+            now[0] += seconds
+            return what(*arguments)
+
+        return call
+
+    clock = Clock()
+    now[0] += 7.0  # reading the tokenizer
+    with clock.losing("compile"):
+        now[0] += 20.0
+    run.step = slow(4.0, run.step)
+    run.save = slow(30.0, run.save)
+
+    run.train(steps=5, save_every=5, hooks=((4, slow(10.0, lambda *_: None)),), clock=clock)
+
+    assert clock.figures() == {
+        "time/elapsed": 7 + 20 + 5 * 4 + 10 + 30,
+        "time/start": 7.0,
+        "time/compile": 20.0,
+        "time/data": 0.0,
+        "time/save": 30.0,
+        "time/hooks": 10.0,
+        "goodput": 20 / 87,
+    }
+
+
+@pytest.mark.parametrize(("device_waits", "lost"), [(True, 4 * 3.0), (False, 3.0)])
+def test_waiting_for_a_batch_is_lost_only_while_the_device_has_nothing_to_do(
+    now, device_waits, lost
+):
+    run, clock = Run(), Clock()
+    run.device_waits = device_waits  # a step is done before the next batch comes
+    rows = run.rows
+
+    def slow_rows(start):
+        for row in rows(start):
+            now[0] += 3.0
+            yield row
+
+    run.rows = slow_rows
+
+    run.train(steps=4, clock=clock)
+
+    assert clock.figures()["time/data"] == lost
+
+
+def train_on_device(**more):
+    """Train a number on the device, with the loop's every part in this thread, and return it."""
+
+    @jax.jit
+    def step(state, batch, rate):
+        params = {"x": state.params["x"] - rate * batch.tokens_BL.mean()}
+        loss = params["x"] ** 2
+        return TrainState(state.step + 1, params, None), StepMetrics(loss, loss, loss, loss)
+
+    state = TrainState(jnp.int32(0), {"x": jnp.float32(1)}, None)
+    rows = ((np.full((2, 3), index, np.int32), None) for index in range(1, 5))
+    logged = []
+    with feed(rows, 0) as batches, jax.transfer_guard("disallow"):
+        train_loop(
+            state,
+            train_step=step,
+            batches=batches,
+            learning_rate=lambda step: 2.0**-step,
+            start=0,
+            steps=4,
+            log=lambda line: logged.append(float(line.metrics.loss)),
+            log_every=2,
+            save=lambda step, state, position: None,
+            save_every=3,
+            **more,
+        )
+    return logged
+
+
+def test_nothing_moves_between_host_and_device_unasked():
+    values = 1 - np.cumsum([1 / 1, 2 / 2, 3 / 4, 4 / 8])
+
+    assert train_on_device() == pytest.approx(list(values[[0, 1, 3]] ** 2))
+
+    with pytest.raises(Exception, match="Disallowed host-to-device transfer"):
+        train_on_device(place=jnp.float32)
 
 
 def test_told_to_stop_it_saves_the_step_in_progress_and_stops():

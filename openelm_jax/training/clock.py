@@ -45,5 +45,5 @@ class Clock:
         """Return `time/...` in seconds and `goodput`, the share of time spent on steps."""
         elapsed = self.now() - self._began
         lost = {f"time/{to}": seconds for to, seconds in self._lost.items()}
-        goodput = 1 - sum(self._lost.values()) / elapsed if elapsed > 0 else 0.0
+        goodput = (elapsed - sum(self._lost.values())) / elapsed if elapsed > 0 else 0.0
         return {"time/elapsed": elapsed, **lost, "goodput": goodput}

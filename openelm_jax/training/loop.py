@@ -72,18 +72,20 @@ def train_loop(
     def finish(pending: Logged) -> None:
         """Read a step's metrics (this waits for it) and log them if they are due."""
         nonlocal since, tokens
-        metrics = jax.device_get(pending.metrics)
-        if not (math.isfinite(metrics.loss) and math.isfinite(metrics.grad_norm)):
+        metrics = pending.metrics
+        loss, grad_norm = jax.device_get((metrics.loss, metrics.grad_norm))
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             raise UserError(
-                f"step {pending.step}: the loss is {float(metrics.loss)} and the gradient "
-                f"norm {float(metrics.grad_norm)}; nothing of this step was saved. Begin "
+                f"step {pending.step}: the loss is {float(loss)} and the gradient "
+                f"norm {float(grad_norm)}; nothing of this step was saved. Begin "
                 "another --run with a lower optimizer.peak_lr or other data; --from THIS_RUN "
                 "starts it with the weights of the last checkpoint."
             )
         tokens += pending.tokens
         if pending.step % log_every == 0 or pending.step in (start + 1, steps):
             now = clock.now()
-            log(replace(pending, metrics=metrics, seconds=now - since, tokens=tokens))
+            read = jax.device_get(metrics)
+            log(replace(pending, metrics=read, seconds=now - since, tokens=tokens))
             since, tokens = clock.now(), 0
 
     try:
