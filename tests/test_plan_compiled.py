@@ -47,7 +47,7 @@ replica_groups=[1,8]<=[8], dimensions={0}
 
 SMALL = [
     "--exp", "270m", "--topology", "v5e:2x4", "--model.num-layers", "2",
-    "--training.remat", "dots", "--training.accumulation", "16",
+    "--training.remat", "dots", "--training.accumulation", "4",
 ]  # fmt: skip
 
 
