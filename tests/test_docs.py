@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import importlib
+import itertools
 import re
 import shlex
 from collections.abc import Iterator
@@ -153,12 +154,16 @@ def test_the_floor_plan_is_the_package() -> None:
 
 
 def test_metrics_have_the_names_that_train_gives_them() -> None:
+    from openelm_jax.training.clock import Clock
+    from openelm_jax.training.metrics import speed_figures
+
     written = {
         node.value
         for node in ast.walk(ast.parse(read("openelm_jax/train.py")))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
         if re.fullmatch(r"(train|speed|time|validation)/\w+", node.value)
     }
+    written |= speed_figures(1.0, 1.0, 1, 1.0).keys() | Clock().figures().keys()
     cells = first_cells(section("docs/training.md", "Metrics"))
     assert {cell.strip("`") for cell in cells} == written | {"data/SOURCE/…"}
 
@@ -260,3 +265,19 @@ def test_every_refusal_of_the_data_is_listed_and_no_other() -> None:
         assert any(phrase in message for phrase in listed), message
     for phrase in listed:
         assert any(phrase in message for message in written), phrase
+
+
+def test_plans_in_the_walk_through_scaling_are_what_plan_prints(capsys) -> None:
+    """But for the layer table, which the page leaves out."""
+    from openelm_jax import plan
+
+    fences = FENCE.findall(read("docs/scaling.md"))
+    commands = [
+        (block.strip(), following)
+        for (_, block), (_, following) in itertools.pairwise(fences)
+        if block.startswith("python -m openelm_jax.plan")
+    ]
+    assert len(commands) == 5
+    for command, shown in commands:
+        plan.main(shlex.split(command)[3:])
+        assert capsys.readouterr().out.strip().endswith(shown.strip()), command
