@@ -180,7 +180,11 @@ def test_people_read_each_figure_with_its_spread_and_verdict() -> None:
 @pytest.mark.parametrize(
     ("argv", "told"),
     [
-        (["data", "--exp", "tiny", "--part", "encode,decode"], f"known are {', '.join(DATA_PARTS)}"),
+        (
+            ["data", "--exp", "tiny", "--part", "encode,decode"],
+            f"no part decode; known are {', '.join(DATA_PARTS)}",
+        ),
+        (["train", "--exp", "tiny", "--dtype", "float16"], "known are float32, bfloat16"),
         (["date"], "invalid choice: 'date'"),
         ([], "the following arguments are required: subject"),
     ],

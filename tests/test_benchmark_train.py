@@ -1,0 +1,253 @@
+"""`benchmark train` compares like with like; `benchmark accelerator` says all it could find out."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import benchmark_parts
+import jax
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+from small_runs import small_experiment, write_corpus
+
+from openelm_jax.benchmark import main
+from openelm_jax.benchmarks import accelerator, accelerator_parts, training
+from openelm_jax.benchmarks.accelerator_parts import check_kernels, largest_batch, train_size
+from openelm_jax.config import Experiment
+from openelm_jax.errors import UserError
+from openelm_jax.experiment_file import load_experiment
+from openelm_jax.parallel.memory import device_bytes
+from openelm_jax.parallel.mesh import MeshShape
+from openelm_jax.parallel.sharding import make_layout
+
+GIB = 2**30
+
+
+def test_the_two_sides_make_the_same_updates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torch")
+    from openelm_jax.benchmarks import training_step
+
+    monkeypatch.setattr(training_step, "LEARNING_RATE", 1e-2)
+    monkeypatch.setattr(training_step, "num_threads", lambda: 1)
+    small = small_experiment(tmp_path)
+    # A clip that bites and a decay that shows.
+    optimizer = dataclasses.replace(small.optimizer, clip_norm=0.1, weight_decay=1.0)
+    experiment = dataclasses.replace(small, optimizer=optimizer)
+    rows = list(itertools.islice(training._rows(experiment), 5))
+
+    ours, theirs = training_step.our_step(experiment), training_step.torch_step(experiment)
+
+    assert [ours(row) for row in rows] == pytest.approx([theirs(row) for row in rows], rel=2e-5)
+
+
+def test_the_sides_take_turns_and_neither_is_always_the_later() -> None:
+    order: list[str] = []
+    pairs = training._alternate(
+        lambda: order.append("a") or float(len(order)),  # type: ignore[func-returns-value]
+        lambda: order.append("b") or float(len(order)),  # type: ignore[func-returns-value]
+        seconds=0,
+    )
+    assert "".join(order) == "abbaabbaab"
+    assert pairs == [(1, 2), (4, 3), (5, 6), (8, 7), (9, 10)]
+
+
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch) -> dict[Any, float]:
+    """Return what processes answer, by side and question; none is started."""
+    known: dict[Any, float] = {}
+
+    @contextlib.contextmanager
+    def process(serve, *arguments) -> Iterator[Any]:
+        side = arguments[0] if len(arguments) > 1 else "loop"
+        yield lambda question: known[side, question]
+
+    monkeypatch.setattr(training, "_process", process)
+    monkeypatch.setattr(training.importlib.util, "find_spec", lambda name: object())
+    return known
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, dict]:
+    main(["train", "--exp", "tiny", "--json", "--seconds", "0", *argv])
+    found = json.loads(capsys.readouterr().out)
+    assert found["machine"].keys() >= {"processor", "cores", "load", "jax", "python", "date"}
+    return {figure["name"]: figure for figure in found["figures"]}
+
+
+def test_a_ratio_is_of_tokens_a_second_in_neighbouring_turns(
+    answers: dict, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers |= {("ours", "loss"): 8.3, ("torch", "loss"): 8.3001}
+    answers |= {("ours", training.TURN_STEPS): 0.5, ("torch", training.TURN_STEPS): 0.75}
+    figures = run(capsys, "--part", "step")
+    assert figures["ratio_float32"]["value"] == figures["ratio_bfloat16"]["value"] == 1.5
+    assert figures["ratio_float32"]["least"] == 1.05
+    assert figures["ratio_bfloat16"]["least"] is None
+    assert figures["ratio_float32"]["repetitions"] == 5
+    # 8 rows of 128 tokens a step
+    assert figures["rate_float32_ours"]["value"] == 1024 / 0.5
+    assert figures["rate_float32_torch"]["value"] == 1024 / 0.75
+
+
+def test_the_published_models_have_the_higher_target(
+    answers: dict, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers |= {(side, question): 1.0 for side in ("ours", "torch") for question in ("loss", 2)}
+    main(["train", "--exp", "270m", "--part", "step", "--seconds", "0"])
+    assert "target at least 1.3: MISSED" in capsys.readouterr().out
+
+
+def test_sides_that_train_different_models_are_not_compared(answers: dict) -> None:
+    answers |= {("ours", "loss"): 8.3, ("torch", "loss"): 8.4}
+    with pytest.raises(AssertionError, match="different models"):
+        training.measure_steps(load_experiment("tiny"), 0)
+
+
+def test_the_loops_overhead_is_what_it_adds_to_the_bare_step(
+    answers: dict, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers |= {("loop", "loop"): 1.02, ("loop", "bare"): 1.0}
+    figures = run(capsys, "--part", "loop", "--dtype", "float32")
+    assert figures.keys() == {"overhead_float32"}
+    assert figures["overhead_float32"]["value"] == pytest.approx(2)
+    assert figures["overhead_float32"]["most"] == 2
+
+
+def test_without_pytorch_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"pip install 'openelm_jax\[torch\]'"):
+        training.measure_steps(load_experiment("tiny"), 0)
+
+
+@pytest.mark.heavy
+def test_both_parts_run_in_processes_of_their_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("torch")
+    figures = run(capsys, "--model.num-layers", "1", "--dtype", "float32")
+    assert figures["rate_float32_ours"]["low"] > 0
+    assert figures["rate_float32_torch"]["low"] > 0
+    assert figures["overhead_float32"]["repetitions"] >= 5
+
+
+@pytest.mark.parametrize(
+    ("size", "gib", "remat"),
+    [("270m", 139, "none"), ("3b", 139, "none"), ("3b", 80, "none"), ("1_1b", 21, "block")],
+)
+def test_the_batch_is_the_largest_power_of_two_that_fits(size: str, gib: int, remat: str) -> None:
+    chosen = largest_batch(load_experiment(size), gib * GIB, "NVIDIA H200")
+    rows = chosen.training.global_batch_size
+    twice = accelerator_parts._with_rows(chosen, 2 * rows, remat)
+    layout = make_layout(chosen.model, MeshShape())
+
+    def needed(experiment: Experiment) -> float:
+        remats = (experiment.training.remat,) * experiment.model.num_layers
+        return device_bytes(experiment, layout, remats, "NVIDIA H200").total / GIB
+
+    assert (chosen.training.remat, chosen.training.accumulation) == (remat, 1)
+    assert needed(chosen) <= 0.9 * gib
+    assert needed(twice) > 0.9 * gib or rows == accelerator_parts.MOST_ROWS
+
+
+def test_a_size_that_fits_no_row_is_refused_with_what_it_needs() -> None:
+    with pytest.raises(UserError, match=r"^3b needs \d\d\.\d GiB .* this one has 16\.0"):
+        largest_batch(load_experiment("3b"), 16 * GIB, "TPU v5 lite")
+
+
+def test_a_part_tells_what_it_found_however_it_ends() -> None:
+    def collect(part, seconds: float = 60) -> dict:
+        return accelerator._collect(part, (), time.monotonic() + seconds, lambda line: None)
+
+    assert collect(benchmark_parts.complete) == {"first": 1, "second": 2}
+    assert collect(benchmark_parts.dying) == {"first": 1, "ended": "the process ended with code 9"}
+    assert collect(benchmark_parts.refusing) == {"first": 1, "refused": "this cannot be."}
+    assert collect(benchmark_parts.failing) == {
+        **{"first": 1, "failed": "KeyError: 'device'"},
+        "ended": "the process ended with code 1",
+    }
+    assert collect(benchmark_parts.complete, 1) == {"left_out": "no time was left"}
+
+
+def test_a_part_that_needs_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accelerator, "FEWEST_SECONDS", 0)
+    found = accelerator._collect(benchmark_parts.slow, (), time.monotonic() + 8, lambda line: None)
+    assert found == {"first": 1, "ended": "its share of the time was over"}
+
+
+def test_kernels_are_checked_in_both_types_with_and_without_documents_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(accelerator_parts, "HEAD_DIMS", (64,))
+    found: dict[str, dict] = {}
+    for news in check_kernels():
+        found |= news
+    assert len(found) == 4
+    assert all(check["equal"] for check in found.values())
+    # Rounding to bfloat16 is seen: the comparison is with float32.
+    rounded = found["head_dim 64, bfloat16, documents apart"]["errors"]
+    assert min(rounded.values()) > 1e-4
+
+
+@pytest.fixture
+def as_in_a_process_of_its_own() -> Iterator[None]:
+    """Let the cache of compiled code be chosen anew, and put it back."""
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: jax.config.values[name] for name in names}
+    compilation_cache.reset_cache()
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+@pytest.mark.usefixtures("as_in_a_process_of_its_own")
+def test_a_size_is_rehearsed_on_the_cpu(tmp_path: Path) -> None:
+    write_corpus(tmp_path)
+    (tmp_path / "size").mkdir()
+    found: dict[str, Any] = {}
+    for news in train_size(small_experiment(tmp_path), tmp_path / "size", 600, steps=5):
+        found |= news
+    assert found["rows"] == 2
+    assert found["steps"] == 5
+    assert found["kernel"].startswith("portable")
+    assert found["compile_cache"] == "hit"
+    assert 0 < found["compile_seconds_warm"] < found["compile_seconds_cold"]
+    # 2 rows of 32 tokens
+    assert found["tokens_per_second"] == pytest.approx(64 / found["step_seconds"])
+    assert found["mfu"] is None
+    assert found["peak_gib"] is None
+    assert 0 <= found["data_wait_share"] < 1
+    assert found["first_loss"] > found["last_loss"] > 0
+    assert found["save_stall_seconds"] <= found["save_seconds"]
+    # Parameters and two moments, float32, and the step.
+    assert found["saved_gib"] * GIB == pytest.approx(12 * found["parameters"], rel=1e-3)
+
+
+@pytest.mark.heavy
+def test_the_report_of_a_rehearsal_is_one_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    experiment = write_corpus(tmp_path)
+    main(
+        [
+            *("accelerator", "--sizes", str(experiment), "--steps", "4", "--minutes", "4"),
+            *("--data.root", str(tmp_path / "train"), "--out", str(tmp_path / "out")),
+            *("--tokenizer", str(tmp_path / "tokenizer.model")),
+        ]
+    )
+    file = Path(capsys.readouterr().out.strip())
+    assert file.parent == tmp_path / "out"
+    report = json.loads(file.read_text())
+    assert report["device"]["platform"] == "cpu"
+    assert report["sizes"]["small"]["tokens_per_second"] > 0
+    assert report.keys() == {
+        *("machine", "commit", "flags", "minutes", "text", "kernels", "device", "sizes"),
+    }
