@@ -41,6 +41,8 @@ replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}, to_apply=%region_54.55
   %all-gather-start.2 = (bf16[4,8]{1,0}, bf16[32,8]{1,0}) all-gather-start(%y), \
 replica_groups=[1,8]<=[8], dimensions={0}
   %all-gather-done.2 = bf16[32,8]{1,0} all-gather-done(%all-gather-start.2)
+  %rs = ((f32[64,8]{1,0}, f32[16,8]{1,0}), (f32[8,8]{1,0}, f32[2,8]{1,0})) reduce-scatter-start(\
+%u, %v), replica_groups=[1,8]<=[8], dimensions={0}, to_apply=%region_1.2
   ROOT %psum.91 = f32[]{:T(128)} all-reduce(%z), replica_groups=[1,8]<=[8], to_apply=%region_10.11
 }
 """
@@ -57,8 +59,8 @@ def test_collectives_are_counted_by_kind_and_type_with_the_bytes_of_whole_arrays
     }
     assert counted == {
         ("all-gather", "bfloat16"): (2, 2 * (32128 * 1280 + 32 * 8)),
-        # One spelled as a fusion around an all-reduce, and one that is spelled as what it is.
-        ("reduce-scatter", "float32"): (2, 4 * (1344 * 10240 + 8 * 160 * 1920)),
+        # Spelled as a fusion around an all-reduce, as what it is, and started for two at once.
+        ("reduce-scatter", "float32"): (3, 4 * (1344 * 10240 + 8 * 160 * 1920 + 80 * 8)),
         ("collective-permute", "float32"): (1, 4 * 56 * 10240),
         ("all-reduce", "float32"): (1, 4),
     }

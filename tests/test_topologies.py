@@ -26,6 +26,7 @@ def test_a_topology_is_so_many_devices(name: str, slices: int, devices: int, gra
     topology = parse_topology(name, slices)
     assert (topology.devices, topology.granules) == (devices, granules)
     assert topology.granule_devices * granules == devices
+    assert parse_topology(*topology.spelling) == topology
 
 
 def test_a_topology_is_called_as_it_is_spelled() -> None:

@@ -19,6 +19,7 @@ from openelm_jax.errors import UserError
 from openelm_jax.experiment_file import from_json
 from openelm_jax.parallel.mesh import make_mesh, resolve_mesh
 from openelm_jax.planning.collectives import collectives_in
+from openelm_jax.planning.cuda_targets import cuda_target
 from openelm_jax.planning.topologies import Topology, parse_topology
 from openelm_jax.training.program import make_program
 
@@ -38,11 +39,16 @@ def main() -> None:
     """Answer the request on stdin: an experiment, a slice or node, how many, and the effort."""
     request = json.load(sys.stdin)
     experiment = from_json(request["experiment"])
-    topology = parse_topology(request["topology"], request["granules"])
+    topology = parse_topology(request["topology"], request["slices"])
     shape = resolve_mesh(experiment.mesh, topology.devices, topology.granules)
     mesh = make_mesh(shape, devices_of(topology))
     bos_id = BOS_ID if experiment.data.isolate_documents else None
     program = make_program(experiment, mesh, bos_id=bos_id, probe=False)
+    if program.kernel.name == "cudnn":
+        raise UserError(
+            "--compile: cuDNN's attention is compiled on a GPU only; --training.attention portable "
+            "compiles here, and holds more memory."
+        )
 
     begin = time.perf_counter()
     lowered = program.train_step.lower(
@@ -69,6 +75,13 @@ def main() -> None:
 
 def devices_of(topology: Topology) -> list[Any]:
     """Return the devices of a topology, which compile and hold nothing."""
+    if topology.accelerator.platform == "gpu":
+        described = topologies.get_topology_desc(
+            platform="cuda",
+            target_config=cuda_target(topology.accelerator),
+            topology=f"1x{topology.granules}x{topology.granule_devices}",
+        )
+        return list(described.devices)
     options: dict[str, Any] = {}
     if topology.granules > 1:
         options["num_slices"] = topology.granules

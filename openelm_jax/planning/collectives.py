@@ -72,13 +72,17 @@ def _whole(
     kind: str, arrays: list[tuple[str, int]], started: bool, operands: str, line: str
 ) -> tuple[str, int]:
     """Return the type and the bytes of the whole array: what is gathered, or is to be scattered."""
-    if started and kind in ("all-gather", "collective-permute") and len(arrays) > 1:
-        # (operands, results, ...): as many results as operands, half of the arrays or less.
+    if started and kind != "all-reduce" and len(arrays) > 1:
+        # (operands, results, ...), as many results as operands: the larger ones are the whole.
         num_operands = max(operands.count("%"), 1)
-        arrays = arrays[num_operands : 2 * num_operands] or arrays
+        sides = arrays[:num_operands], arrays[num_operands : 2 * num_operands]
+        arrays = max(sides, key=lambda side: sum(size for _, size in side))
+        started_whole = True
+    else:
+        started_whole = False
     dtype = max(arrays, key=lambda array: array[1])[0]
     size = sum(size for _, size in arrays)
-    if f" {kind}" in line and kind == "reduce-scatter":
+    if kind == "reduce-scatter" and f" {kind}" in line and not started_whole:
         size *= _group_size(line)
     return dtype, size
 

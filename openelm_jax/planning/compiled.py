@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -30,6 +31,7 @@ CODE = ("config.py", "model", "parallel", "training", "planning/ahead_of_time.py
 """What decides the program that is compiled."""
 PACKAGES = {"tpu": ("jax", "jaxlib", "libtpu"), "gpu": ("jax", "jaxlib", "jax-cuda12-plugin")}
 EXTRAS = {"tpu": "tpu", "gpu": "cuda"}
+FAULT = re.compile(r"error: |[\w.]*(Error|Exception): ")
 UNSET = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_COMPILATION_CACHE_DIR", "JAX_NUM_CPU_DEVICES")
 
 
@@ -91,8 +93,8 @@ def compile_on(
     request = json.dumps(
         {
             "experiment": to_json(experiment),
-            "topology": topology.slice_name,
-            "granules": topology.granules,
+            "topology": topology.spelling[0],
+            "slices": topology.spelling[1],
             "effort": effort,
         }
     )
@@ -229,10 +231,11 @@ def _run(
     with _progress(what, quiet):
         answer, said = process.communicate(request)
     if process.returncode:
-        last = said.strip().splitlines()[-1] if said.strip() else f"code {process.returncode}"
-        if last.startswith("error: "):
-            raise UserError(last.removeprefix("error: "))
-        raise UserError(f"{topology.name}: XLA does not compile {experiment.name} ({last}).")
+        faults = [line for line in said.splitlines() if FAULT.match(line)]
+        fault = faults[-1] if faults else f"code {process.returncode}"
+        if fault.startswith("error: "):
+            raise UserError(fault.removeprefix("error: "))
+        raise UserError(f"{topology.name}: XLA does not compile {experiment.name} ({fault}).")
     return json.loads(answer.splitlines()[-1])
 
 

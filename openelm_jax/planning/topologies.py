@@ -132,11 +132,15 @@ class Topology:
 
     @property
     def name(self) -> str:
-        if self.granules == 1:
-            return self.slice_name
-        if self.accelerator.platform == "gpu":
-            return f"{self.slice_name}x{self.granules}"
-        return f"{self.granules} of {self.slice_name}"
+        spelled, slices = self.spelling
+        return spelled if slices == 1 else f"{slices} of {spelled}"
+
+    @property
+    def spelling(self) -> tuple[str, int]:
+        """What `parse_topology` makes this of."""
+        if self.accelerator.platform == "tpu":
+            return self.slice_name, self.granules
+        return self.slice_name + (f"x{self.granules}" if self.granules > 1 else ""), 1
 
     @cached_property
     def rings(self) -> tuple[tuple[int, float], ...]:
