@@ -26,8 +26,8 @@ SUBJECTS = {
         "loop beside its bare step. Random tokens, no files: nothing is read or written.",
         """
         python -m openelm_jax.benchmark train --exp sotu --model.model-dim 384
-        python -m openelm_jax.benchmark train --exp 270m --training.global-batch-size 1 \\
-            --model.context-length 256 --part step --dtype float32
+        python -m openelm_jax.benchmark train --exp 270m --data.lanes 1 \\
+            --training.global-batch-size 1 --model.context-length 256 --part step
         """,
     ),
     "accelerator": (
