@@ -91,6 +91,9 @@ def make_train_step(
 
         def add_part(carry, part: Batch):
             (_, sums), gradients = gradient(state.params, part, num_counted)
+            if mesh is not None:
+                # Else XLA adds up whole gradients and scatters their sum, which must fit then.
+                gradients = jax.lax.optimization_barrier(gradients)
             return jax.tree.map(jnp.add, carry, (sums, gradients)), None
 
         if training.accumulation == 1:
