@@ -53,7 +53,7 @@ def _vmem(kib: int) -> Flags:
     return {"xla_tpu_scoped_vmem_limit_kib": (str(kib), "larger blocks, fewer trips to memory")}
 
 
-# Seen in what the compiler makes of three FSDP layers: v5p and v6e gather nothing beside products
+# Seen in what the compiler makes of a few FSDP layers: v5p and v6e gather nothing beside products
 # unless told to, v5e does so by itself; with more vector memory v5p moves 27 % fewer bytes, v5e and
 # v6e 5 to 12 % of smaller layers. v4 and TPU7x are left to their compiler's choices.
 TPU_OPTIONS: dict[str, Flags] = {
