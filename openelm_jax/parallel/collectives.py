@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from openelm_jax.config import ModelConfig
 from openelm_jax.model.attention import Attend, CausalAttend
@@ -81,8 +82,9 @@ def _gathered(shard: Array, placement: Placement, mesh: MeshShape, dtype: Any) -
         weight = _take(weight, columns, 1 - dim, placement, mesh)
     elif "tensor" in placement.axes:
         weight = jax.lax.all_gather(weight, "tensor", axis=dim, tiled=True)
-    over = _data_axes(placement)
-    return jax.lax.all_gather(weight, over, axis=dim, tiled=True) if over else weight
+    for axis in reversed(_data_axes(placement)):
+        weight = _gather_over(axis, weight, dim, placement, mesh)
+    return weight
 
 
 def _gather_forward(shard, placement, mesh, dtype):
@@ -105,9 +107,8 @@ def scatter_gradient(d_weight: Array, placement: Placement, mesh: MeshShape) -> 
     gradient = d_weight.astype(jnp.float32)
     dim, columns = placement.dim, placement.columns
     assert dim is not None, "norms are not gathered"
-    over = _data_axes(placement)
-    if over:
-        gradient = jax.lax.psum_scatter(gradient, over, scatter_dimension=dim, tiled=True)
+    for axis in _data_axes(placement):
+        gradient = _scatter_over(axis, gradient, dim, placement, mesh)
     if columns is not None:
         return _put_back(gradient, columns, 1 - dim, placement, mesh)
     if "tensor" not in placement.axes:
@@ -116,6 +117,39 @@ def scatter_gradient(d_weight: Array, placement: Placement, mesh: MeshShape) -> 
         return jax.lax.psum_scatter(gradient, "tensor", scatter_dimension=dim, tiled=True)
     size = gradient.shape[dim] // mesh.tensor
     return jax.lax.dynamic_slice_in_dim(gradient, jax.lax.axis_index("tensor") * size, size, dim)
+
+
+def _gather_over(axis: str, weight: Array, dim: int, placement: Placement, mesh: MeshShape):
+    for groups in reversed(_ring_groups(axis, placement, mesh)):
+        rows = weight if dim == 0 else weight.T
+        rows = jax.lax.all_gather(rows, axis, axis_index_groups=groups, tiled=True)
+        weight = rows if dim == 0 else rows.T
+    return weight
+
+
+def _scatter_over(axis: str, gradient: Array, dim: int, placement: Placement, mesh: MeshShape):
+    for groups in _ring_groups(axis, placement, mesh):
+        rows = gradient if dim == 0 else gradient.T
+        rows = jax.lax.psum_scatter(rows, axis, axis_index_groups=groups, tiled=True)
+        gradient = rows if dim == 0 else rows.T
+    return gradient
+
+
+def _ring_groups(axis: str, placement: Placement, mesh: MeshShape) -> list[list[list[int]] | None]:
+    """Return who takes part in each of the transfers, ring after ring, that do one over an axis.
+
+    Done at once over several rings of TPUs, XLA makes of a reduce-scatter a sum of the whole on
+    every device, of which each then takes its part, and of a gather a sum as well. Rows, that is
+    dimension 0, are what it divides best.
+    """
+    rings = placement.rings if axis == "fsdp" else ()
+    if len(rings) < 2:
+        return [None]
+    numbers = np.arange(mesh.fsdp).reshape(rings)
+    return [
+        np.moveaxis(numbers, ring, -1).reshape(-1, rings[ring]).tolist()
+        for ring in range(len(rings))
+    ]
 
 
 def _data_axes(placement: Placement) -> tuple[str, ...]:

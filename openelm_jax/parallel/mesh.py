@@ -107,6 +107,31 @@ def make_mesh(shape: MeshShape, devices: Sequence[Any] | None = None) -> Mesh:
     return Mesh(_arranged(shape, list(devices)), AXES, axis_types=axis_types)
 
 
+def rings_of(mesh: Mesh) -> tuple[int, ...]:
+    """Return the lengths of the rings of TPUs that the fsdp axis is made of, outermost first.
+
+    One where the devices have no places, or do not follow one another ring by ring.
+    """
+    line = mesh.devices[0, :, 0, 0]
+    if line[0].platform != "tpu":
+        return (len(line),)
+    places = np.array([_place(device) for device in line])
+    strides = {}
+    for dim in range(places.shape[1]):
+        moved = np.flatnonzero(places[:, dim] != places[0, dim])
+        if len(moved):
+            strides[int(moved[0])] = dim
+    rings, inner = [], 1
+    for stride, dim in sorted(strides.items()):
+        length = len(np.unique(places[:, dim]))
+        cycle = np.repeat(places[: stride * length : stride, dim], stride)
+        if stride != inner or not np.array_equal(places[:, dim], np.resize(cycle, len(places))):
+            return (len(line),)
+        rings.append(length)
+        inner *= length
+    return tuple(reversed(rings)) if inner == len(line) and rings else (len(line),)
+
+
 def row_groups(mesh: Mesh) -> tuple[tuple[int, ...], ...]:
     """Return for each process the numbers of the row shards that its devices hold.
 
@@ -143,6 +168,10 @@ def _arranged(shape: MeshShape, devices: list[Any]) -> np.ndarray:
         # Not in the order of jax.devices(), which may go back and forth between the processes.
         devices.sort(key=lambda device: (device.process_index, device.id))
         return np.array(devices).reshape(shape)
+    if platform == "tpu" and shape.fsdp == len(devices):
+        # Ring by ring; jax would lay one long ring through some slices, and XLA use none of them.
+        devices.sort(key=_place)
+        return np.array(devices).reshape(shape)
     if granules == 1:
         return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
     across, left = [], granules
@@ -162,6 +191,11 @@ def _arranged(shape: MeshShape, devices: list[Any]) -> np.ndarray:
         process_is_granule=platform != "tpu",
         allow_split_physical_axes=True,
     )
+
+
+def _place(device: Any) -> tuple[int, ...]:
+    """Return where a TPU stands: its slice, the chip's coordinates, its core of the chip."""
+    return (_granule(device), *device.coords, getattr(device, "core_on_chip", 0))
 
 
 def _granule(device: Any) -> int:

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from openelm_jax.config import ModelConfig
 from openelm_jax.model.scaling import LayerShape, layer_shapes
-from openelm_jax.parallel.mesh import ROW_AXES, MeshShape
+from openelm_jax.parallel.mesh import ROW_AXES, MeshShape, rings_of
 
 STORED_OVER = ("fsdp", "context", "tensor")
 """The axes that may divide a matrix, outermost first."""
@@ -53,6 +53,8 @@ class Placement:
     """What a device computes with of the other dimension; None: all."""
     partial: bool = False
     """Whether the gradients of the tensor axis's devices are parts of a sum, or all the same."""
+    rings: tuple[int, ...] = ()
+    """Lengths of the rings of TPUs that the fsdp axis is made of, outermost first; () is one."""
 
     @property
     def spec(self) -> PartitionSpec:
@@ -90,9 +92,17 @@ ATTENTION = {
 }
 
 
+def layout_on(config: ModelConfig, mesh: Mesh) -> Layout:
+    """Return the layout of a model on a mesh of devices."""
+    return make_layout(config, MeshShape(**mesh.shape), rings_of(mesh))
+
+
 @lru_cache
-def make_layout(config: ModelConfig, mesh: MeshShape) -> Layout:
-    """Return where the parameters of a model lie on a mesh and what a device computes."""
+def make_layout(config: ModelConfig, mesh: MeshShape, rings: tuple[int, ...] = ()) -> Layout:
+    """Return where the parameters of a model lie on a mesh and what a device computes.
+
+    `rings` are those of TPUs that the fsdp axis is made of, outermost first.
+    """
     placements = {"embedding": _matrix(config, mesh, (config.vocab_size, config.model_dim), 1)}
     placements["embedding"] = dataclasses.replace(placements["embedding"], partial=True)
     if not config.tie_embeddings:
@@ -104,6 +114,9 @@ def make_layout(config: ModelConfig, mesh: MeshShape) -> Layout:
         layers.append(_local_shape(shape, kind, mesh.tensor))
         placements |= _layer(config, mesh, f"layers_{number}", shape, kind)
     placements |= _norm(config, "final_norm", config.model_dim)
+    placements = {
+        path: dataclasses.replace(placement, rings=rings) for path, placement in placements.items()
+    }
     return Layout(
         mesh=mesh, placements=placements, layers=tuple(layers), attention=tuple(attention)
     )

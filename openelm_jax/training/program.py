@@ -22,7 +22,7 @@ from openelm_jax.parallel.attention import Kernel, choose_kernel
 from openelm_jax.parallel.collectives import make_attend, make_collectives
 from openelm_jax.parallel.memory import loss_chunk_of, remats_of
 from openelm_jax.parallel.mesh import MeshShape, check_context, check_rows
-from openelm_jax.parallel.sharding import Layout, make_layout, row_sharding, state_shardings
+from openelm_jax.parallel.sharding import Layout, layout_on, row_sharding, state_shardings
 from openelm_jax.training.optimizer import make_optimizer
 from openelm_jax.training.state import TrainState, new_state
 from openelm_jax.training.step import Batch, make_train_step, make_validation_step
@@ -104,7 +104,7 @@ def make_program(
     check_context(shape, model.context_length)
     device = mesh.devices.flat[0]
     dtype = jnp.dtype(training.dtype)
-    layout = make_layout(model, shape)
+    layout = layout_on(model, mesh)
     kernel = choose_kernel(
         training.attention,
         platform="gpu" if device.platform in ("cuda", "rocm") else device.platform,

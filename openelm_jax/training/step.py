@@ -30,7 +30,7 @@ from openelm_jax.parallel.collectives import (
     sum_gradients,
 )
 from openelm_jax.parallel.mesh import ROW_AXES, MeshShape
-from openelm_jax.parallel.sharding import Layout, make_layout, state_specs
+from openelm_jax.parallel.sharding import Layout, layout_on, make_layout, state_specs
 from openelm_jax.training.loss import WHOLE, HeadSharding, LossSums, chunked_loss
 from openelm_jax.training.state import TrainState
 
@@ -172,7 +172,9 @@ def make_validation_step(
 
 
 def _layout(decoder: Decoder, mesh: Mesh | None) -> Layout:
-    return make_layout(decoder.config, MeshShape() if mesh is None else MeshShape(**mesh.shape))
+    if mesh is None:
+        return make_layout(decoder.config, MeshShape())
+    return layout_on(decoder.config, mesh)
 
 
 def _sum(x: jax.Array, axes: tuple[str, ...], layout: Layout) -> jax.Array:

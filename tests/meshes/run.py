@@ -2,8 +2,9 @@
 
 python run.py FOLDER STEPS COORDINATOR PROCESS PROCESSES RUN ...
 
-A RUN is NAME=REPLICA,FSDP,TENSOR,CONTEXT,ACCUMULATION; NAME=0 trains without any mesh. With `-` for
-the coordinator one process trains on its first devices. NAME.npz keeps `losses`, first moments
+A RUN is NAME=REPLICA,FSDP,TENSOR,CONTEXT,ACCUMULATION, with `:2,4` behind it to pass things on by
+rings of these lengths; NAME=0 trains without any mesh. With `-` for the coordinator one process
+trains on its first devices. NAME.npz keeps `losses`, first moments
 `gradient:PATH` after one step, and parameters `param:PATH`.
 """
 
@@ -20,6 +21,7 @@ from small_models import random_params
 
 from openelm_jax.config import Experiment, ModelConfig, OptimizerConfig, TrainingConfig
 from openelm_jax.model.decoder import Decoder
+from openelm_jax.parallel import sharding
 from openelm_jax.parallel.mesh import MeshShape, make_mesh, reader_of
 from openelm_jax.parallel.sharding import path_of_leaf
 from openelm_jax.training.feed import to_batch
@@ -109,6 +111,9 @@ if __name__ == "__main__":
         jax.distributed.initialize(coordinator, int(processes), int(process))
     for run in runs:
         name, _, sizes = run.partition("=")
+        sizes, _, rings = sizes.partition(":")
+        own_rings = tuple(map(int, rings.split(","))) if rings else ()
+        sharding.rings_of = lambda mesh, own_rings=own_rings: own_rings
         *axes, accumulation = map(int, sizes.split(",")) if sizes != "0" else (1,)
         results = train(MeshShape(*axes) if axes else None, accumulation, int(steps))
         if jax.process_index() == 0:

@@ -102,12 +102,18 @@ def assert_same_run(run: np.lib.npyio.NpzFile, one: np.lib.npyio.NpzFile) -> Non
 @pytest.fixture(scope="module")
 def some(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("some") / "runs"
-    return train(folder, 8, ["one=0", "cut=1,1,1,1,32", *spelled(SOME, 4)])
+    others = ["one=0", "cut=1,1,1,1,32", "rings=1,8,1,1,1:2,4", "mixed=1,4,2,1,1:2,2"]
+    return train(folder, 8, [*others, *spelled(SOME, 4)])
 
 
 @pytest.mark.parametrize("shape", SOME)
 def test_a_mesh_trains_as_one_device(some, shape):
     assert_same_run(np.load(some / f"{name_of(shape, 4)}.npz"), np.load(some / "one.npz"))
+
+
+@pytest.mark.parametrize("name", ["rings", "mixed"])
+def test_passed_on_ring_by_ring_weights_and_gradients_are_the_same(some, name):
+    assert_same_run(np.load(some / f"{name}.npz"), np.load(some / "one.npz"))
 
 
 def test_one_device_that_takes_row_by_row_moves_the_norms_of_queries_and_keys_as_far(some):
