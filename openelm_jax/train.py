@@ -408,7 +408,8 @@ class _Stop:
         if several:
             from openelm_jax.parallel.processes import stop_together
 
-            self._reached = stop_together()
+            self._reached = stop_together()  # hears SIGTERM
+            signal.signal(signal.SIGINT, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
             return
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._remember)
