@@ -61,13 +61,14 @@ def test_the_slowest_resource_binds() -> None:
     assert bound.mfu == pytest.approx(0.5)
 
 
-def test_gathering_over_a_torus_takes_what_is_missing_over_all_links() -> None:
-    # Each of 64 devices lacks 63/64 of 640 GB; three closed rings bring 600 GB a second.
+def test_gathering_over_a_torus_takes_what_is_missing_ring_by_ring() -> None:
+    # Of 640 GB, 3/4 come over the last of three closed rings of 200 GB a second; of the quarter
+    # that was there before, 3/4 over the one before it; and so on.
     seconds, network = transfer_seconds(POD, mesh(fsdp=64), [gather(640 * 10**9)])
-    assert seconds == pytest.approx(630 / 600)
+    assert seconds == pytest.approx((480 + 120 + 30) / 200)
     assert network == 0
     reduced, _ = transfer_seconds(POD, mesh(fsdp=64), [gather(640 * 10**9, kind="all-reduce")])
-    assert reduced == pytest.approx(2 * 630 / 600)
+    assert reduced == pytest.approx(2 * 630 / 200)
 
 
 def test_copies_of_the_state_on_several_slices_meet_over_the_network() -> None:
@@ -83,7 +84,7 @@ def test_one_copy_over_several_slices_gathers_once_a_slice_over_the_network() ->
     slices = parse_topology("v5e:4x4", 2)
     seconds, network = transfer_seconds(slices, mesh(fsdp=32), [gather(32 * 10**9)])
     assert network == pytest.approx(16e9 / 16 / 3.125e9)  # half of it, by the NICs of 16 chips
-    assert seconds == pytest.approx(32e9 * 15 / 16 / 100e9)
+    assert seconds == pytest.approx(32e9 * 15 / 16 / 50e9)
 
 
 def test_what_an_axis_of_one_device_does_takes_no_time() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from openelm_jax.errors import UserError
-from openelm_jax.planning.topologies import ACCELERATORS, axis_rates, parse_topology
+from openelm_jax.planning.topologies import ACCELERATORS, axis_rings, parse_topology
 
 
 @pytest.mark.parametrize(
@@ -78,22 +78,23 @@ def test_every_accelerator_has_a_peak_and_less_memory_than_advertised() -> None:
 
 def test_a_closed_ring_brings_data_from_both_sides() -> None:
     # A cube of v5p is closed in all three directions, a 4x4 of v5e in none, a v5e pod in both.
-    assert axis_rates(parse_topology("v5p:4x4x4"), {"fsdp": 64}) == {"fsdp": 6 * 100e9}
-    assert axis_rates(parse_topology("v5e:4x4"), {"fsdp": 16}) == {"fsdp": 2 * 50e9}
-    assert axis_rates(parse_topology("v5e:16x16"), {"fsdp": 256}) == {"fsdp": 4 * 50e9}
-    assert axis_rates(parse_topology("v5e:8x16"), {"fsdp": 128}) == {"fsdp": 3 * 50e9}
+    assert axis_rings(parse_topology("v5p:4x4x4"), {"fsdp": 64}) == {"fsdp": ((4, 200e9),) * 3}
+    assert axis_rings(parse_topology("v5e:4x4"), {"fsdp": 16}) == {"fsdp": ((4, 50e9),) * 2}
+    assert axis_rings(parse_topology("v5e:16x16"), {"fsdp": 256}) == {"fsdp": ((16, 100e9),) * 2}
+    half = {"fsdp": ((8, 50e9), (16, 100e9))}
+    assert axis_rings(parse_topology("v5e:8x16"), {"fsdp": 128}) == half
 
 
 def test_axes_share_the_directions_of_a_torus() -> None:
-    rates = axis_rates(parse_topology("v5p:4x4x4"), {"tensor": 4, "fsdp": 16})
-    assert rates == {"tensor": 200e9, "fsdp": 400e9}
+    rings = axis_rings(parse_topology("v5p:4x4x4"), {"tensor": 4, "fsdp": 16})
+    assert rings == {"tensor": ((4, 200e9),), "fsdp": ((4, 200e9), (4, 200e9))}
     # Two devices are no whole direction of a 4x4: they have one link, and so has what is left.
-    assert axis_rates(parse_topology("v5e:4x4"), {"tensor": 2, "fsdp": 8}) == {
-        "tensor": 50e9,
-        "fsdp": 50e9,
+    assert axis_rings(parse_topology("v5e:4x4"), {"tensor": 2, "fsdp": 8}) == {
+        "tensor": ((2, 50e9),),
+        "fsdp": ((8, 50e9),),
     }
 
 
 def test_a_gpu_has_its_switch_for_every_axis() -> None:
-    rates = axis_rates(parse_topology("h100:8"), {"tensor": 2, "fsdp": 4})
-    assert rates == {"tensor": 450e9, "fsdp": 450e9}
+    rings = axis_rings(parse_topology("h100:8"), {"tensor": 2, "fsdp": 4})
+    assert rings == {"tensor": ((2, 450e9),), "fsdp": ((4, 450e9),)}

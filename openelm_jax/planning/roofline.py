@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from openelm_jax.config import ModelConfig
 from openelm_jax.model.scaling import LayerShape
 from openelm_jax.planning.collectives import Collective
-from openelm_jax.planning.topologies import Topology, axis_rates
+from openelm_jax.planning.topologies import Topology, axis_rings
 
 SECONDS_A_DAY = 86_400
 RESOURCES = ("compute", "HBM", "interconnect", "network")
@@ -82,9 +82,10 @@ def transfer_seconds(
 ) -> tuple[float, float]:
     """Return the seconds that transfers take within granules and between them.
 
-    Of an array gathered or scattered over n devices each receives (n - 1) / n; a sum over n is a
-    scattering and a gathering. An axis that spans g granules receives (g - 1) / g of the array
-    from the others, once for all of a granule's devices in the axis, and does the rest within.
+    An array is gathered or scattered ring by ring, as `parallel/collectives.py` does it: of what a
+    ring of n devices has together, each receives (n - 1) / n. A sum is a scattering and a
+    gathering. An axis that spans g granules receives (g - 1) / g of the array from the others, once
+    for all of a granule's devices in the axis, and does the rest within.
     """
     granules = dict.fromkeys(mesh, 1)
     # The outermost axes span the granules: replica first, then fsdp.
@@ -93,24 +94,18 @@ def transfer_seconds(
         shared = math.gcd(left, mesh.get(axis, 1))
         granules[axis], left = shared, left // shared
     within = {axis: size // granules[axis] for axis, size in mesh.items()}
-    inner_first = dict(reversed(within.items()))
-    rates = axis_rates(topology, inner_first)
+    rings = axis_rings(topology, dict(reversed(within.items())))
 
     interconnect = network = 0.0
     for each in collectives:
-        axes = each.axes.split("+")
-        inside, across, rate = 1, 1, 0.0
-        for axis in axes:
-            inside *= within[axis]
-            across *= granules[axis]
-            if within[axis] > 1:
-                rate += rates[axis]
         times = 2 if each.kind == "all-reduce" else 1
-        if inside > 1:
-            interconnect += times * each.bytes * (inside - 1) / inside / rate
-        if across > 1:
-            share = each.bytes * (across - 1) / across / inside
-            network += times * share / topology.accelerator.network
+        whole, across = float(each.bytes), 1
+        for axis in each.axes.split("+"):
+            across *= granules[axis]
+            for extent, rate in rings[axis]:
+                interconnect += times * whole * (extent - 1) / extent / rate
+                whole /= extent
+        network += times * whole * (across - 1) / across / topology.accelerator.network
     return interconnect, network
 
 

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from openelm_jax.errors import UserError
 from openelm_jax.parallel.devices import peak_flops
@@ -109,6 +109,13 @@ ACCELERATORS = {
 }  # fmt: skip
 
 
+class Ring(NamedTuple):
+    """Devices in a row, and the bytes that one of them receives along it in a second."""
+
+    extent: int
+    rate: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class Topology:
     """Devices and how they are joined: `bounds` of a slice in chips, or (GPUs of a node,)."""
@@ -143,8 +150,8 @@ class Topology:
         return self.slice_name + (f"x{self.granules}" if self.granules > 1 else ""), 1
 
     @cached_property
-    def rings(self) -> tuple[tuple[int, float], ...]:
-        """Extent of each direction of the torus, and what a device receives along it a second.
+    def rings(self) -> tuple[Ring, ...]:
+        """The directions of the torus.
 
         A closed ring brings data from both sides. A direction is closed where Google's pages say
         so: in slices of whole 4x4x4 cubes, and in a flat slice's direction of 16.
@@ -155,10 +162,10 @@ class Topology:
         rings = []
         for extent in self.bounds:
             closed = cubes or (not solid and extent == 16)
-            rings.append((extent, accelerator.link * (2 if closed else 1)))
+            rings.append(Ring(extent, accelerator.link * (2 if closed else 1)))
         if accelerator.devices_per_chip > 1:
-            rings.append((accelerator.devices_per_chip, accelerator.link))
-        return tuple(ring for ring in rings if ring[0] > 1)
+            rings.append(Ring(accelerator.devices_per_chip, accelerator.link))
+        return tuple(ring for ring in rings if ring.extent > 1)
 
 
 def parse_topology(name: str, slices: int = 1) -> Topology:
@@ -195,30 +202,25 @@ def parse_topology(name: str, slices: int = 1) -> Topology:
     )
 
 
-def axis_rates(topology: Topology, sizes: dict[str, int]) -> dict[str, float]:
-    """Return for each mesh axis the bytes a device receives a second within a granule.
+def axis_rings(topology: Topology, sizes: dict[str, int]) -> dict[str, tuple[Ring, ...]]:
+    """Return for each mesh axis the rings within a granule that its transfers pass, one by one.
 
     Axes take whole directions of the torus, the first axis first, as many as their size covers;
-    an axis that fits none has one direction's rate. A GPU has its switch for every axis.
+    an axis that fits none has a line of its own. A GPU has its switch for every axis.
     """
-    if topology.accelerator.platform == "gpu":
-        return dict.fromkeys(sizes, topology.accelerator.link)
-    left = list(topology.rings)
-    rates = {}
+    left = list(topology.rings) if topology.accelerator.platform == "tpu" else []
+    rings: dict[str, tuple[Ring, ...]] = {}
     for axis, size in sizes.items():
-        if size == 1:
-            rates[axis] = topology.accelerator.link
-            continue
         taken = _covering(left, size)
         for ring in taken:
             left.remove(ring)
-        rates[axis] = sum(rate for _, rate in taken) or topology.accelerator.link
-    return rates
+        rings[axis] = taken or (Ring(size, topology.accelerator.link),)
+    return rings
 
 
-def _covering(rings: list[tuple[int, float]], size: int) -> tuple[tuple[int, float], ...]:
+def _covering(rings: list[Ring], size: int) -> tuple[Ring, ...]:
     for count in range(len(rings), 0, -1):
         for chosen in combinations(rings, count):
-            if math.prod(extent for extent, _ in chosen) == size:
+            if math.prod(ring.extent for ring in chosen) == size:
                 return chosen
     return ()
