@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -23,6 +24,9 @@ SHARE_FOR_BUDGET = 0.9
 """Of a device's memory, what `training.remat=budget` fills unless memory_gib says otherwise."""
 ATTEMPTS = 8
 TPU_LANES = 128
+LOOP_SLACK = 1.1
+"""What a TPU's compiler allots for activations, over what is alive at any time, if the parts of a
+batch are a loop: gaps between arrays. (Seen in docs/plans.md.)"""
 
 
 def tokens_of_part(experiment: Experiment, layout: Layout) -> int:
@@ -44,7 +48,7 @@ def device_bytes(
     """Return what one device holds at the worst moment of a step, by parts."""
     training, mesh = experiment.training, layout.mesh
     tokens = tokens_of_part(experiment, layout)
-    return step_bytes(
+    held = step_bytes(
         experiment.model,
         remats,
         tokens=tokens,
@@ -57,6 +61,9 @@ def device_bytes(
         context=mesh.context,
         lanes=lanes_of(device_kind),
     )
+    if lanes_of(device_kind) and training.accumulation > 1:
+        return dataclasses.replace(held, activations=int(LOOP_SLACK * held.activations))
+    return held
 
 
 def shards_of(layout: Layout) -> int:
@@ -74,7 +81,8 @@ def remats_of(experiment: Experiment, layout: Layout, device_kind: str) -> tuple
     """Return what each layer computes again on devices of this kind.
 
     Where weights are gathered, `none` is `dots`: a backward pass that gathers them again has its
-    pointwise functions computed again too, which costs no product and halves what is kept. Raises UserError where `training.remat` is budget and no choice fits it, or it is not known.
+    pointwise functions computed again too, which costs no product and halves what is kept. Raises
+    UserError where `training.remat` is budget and no choice fits it, or it is not known.
     """
     training = experiment.training
     among: tuple[Remat, ...] = ("dots", "save_attention", "block")
