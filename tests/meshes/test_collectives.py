@@ -59,6 +59,7 @@ def of_kind(program: dict, kind: str) -> list[tuple[str, str]]:
 def test_nothing_is_permuted(sent, mesh):
     assert not of_kind(sent[mesh], "collective_permute")
     assert "collective-permute" not in sent[mesh]["compiled"]
+    assert sent[mesh]["compiled"] or mesh != "fsdp"
 
 
 @pytest.mark.parametrize("mesh", MESHES)

@@ -23,12 +23,12 @@ PARAMETERS = 1e-4
 STEPS = 20
 
 # replica, fsdp, tensor, context
-SOME = [(1, 8, 1, 1), (2, 2, 2, 1), (1, 2, 2, 2)]
+SOME = [(2, 2, 2, 1), (1, 2, 2, 2)]
 ALL = [
     *[(1, 1, 1, 1)],
     *[(2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2)],
     *[(4, 1, 1, 1), (1, 4, 1, 1), (1, 1, 4, 1), (1, 1, 1, 4), (2, 2, 1, 1), (1, 1, 2, 2)],
-    *[(8, 1, 1, 1), (1, 1, 8, 1), (1, 1, 1, 8), (2, 1, 1, 4), (2, 2, 1, 2), (1, 2, 4, 1)],
+    *[(8, 1, 1, 1), (1, 8, 1, 1), (1, 1, 8, 1), (1, 1, 1, 8), (2, 1, 1, 4), (2, 2, 1, 2), (1, 2, 4, 1)],
     *[(1, 1, 3, 1), (1, 1, 5, 1), (1, 1, 6, 1), (1, 1, 7, 1), (2, 1, 3, 1)],
 ]
 """Tensor degrees of 3, 5, 6 and 7 divide no heads of the model."""
@@ -102,7 +102,7 @@ def assert_same_run(run: np.lib.npyio.NpzFile, one: np.lib.npyio.NpzFile) -> Non
 @pytest.fixture(scope="module")
 def some(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("some") / "runs"
-    others = ["one=0", "cut=1,1,1,1,32", "rings=1,8,1,1,1:2,4", "mixed=1,4,2,1,1:2,2"]
+    others = ["one=0", "cut=1,1,1,1,32", "rings=1,8,1,1,4:2,4"]
     return train(folder, 8, [*others, *spelled(SOME, 4)])
 
 
@@ -111,9 +111,8 @@ def test_a_mesh_trains_as_one_device(some, shape):
     assert_same_run(np.load(some / f"{name_of(shape, 4)}.npz"), np.load(some / "one.npz"))
 
 
-@pytest.mark.parametrize("name", ["rings", "mixed"])
-def test_passed_on_ring_by_ring_weights_and_gradients_are_the_same(some, name):
-    assert_same_run(np.load(some / f"{name}.npz"), np.load(some / "one.npz"))
+def test_passed_on_ring_by_ring_weights_and_gradients_are_the_same(some):
+    assert_same_run(np.load(some / "rings.npz"), np.load(some / "one.npz"))
 
 
 def test_one_device_that_takes_row_by_row_moves_the_norms_of_queries_and_keys_as_far(some):
