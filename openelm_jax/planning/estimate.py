@@ -6,10 +6,11 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from openelm_jax.config import Experiment, MeshConfig
 from openelm_jax.errors import UserError
+from openelm_jax.model.memory import Remat, StepBytes
 from openelm_jax.parallel.memory import DTYPE_BYTES, device_bytes, remats_of
 from openelm_jax.parallel.mesh import MeshShape, check_context, check_rows, resolve_mesh
 from openelm_jax.parallel.sharding import Layout, make_layout
@@ -57,21 +58,41 @@ class Estimate:
     compiled: CompiledStep | None = None
 
 
-def estimate(experiment: Experiment, topology: Topology, *, advise: bool = True) -> Estimate:
+class Held(NamedTuple):
+    """A model on a mesh, what its layers compute again, and the memory of one device."""
+
+    layout: Layout
+    remats: tuple[Remat, ...]
+    bytes: StepBytes
+
+
+def estimate(experiment: Experiment, topology: Topology) -> Estimate:
     """Return what one step of `experiment` takes on `topology`.
 
-    Raises UserError for a mesh that does not multiply out or a batch that cannot be divided.
-    With `advise`, one that does not fit names the nearest setting that does.
+    Raises UserError for a mesh that does not multiply out or a batch that cannot be divided. One
+    that does not fit names the nearest setting that does.
     """
+    found = _estimate(experiment, topology, _held(experiment, topology))
+    if found.fits:
+        return found
+    return dataclasses.replace(found, advice=_advice(experiment, topology))
+
+
+def _held(experiment: Experiment, topology: Topology) -> Held:
     training, model = experiment.training, experiment.model
     mesh = resolve_mesh(experiment.mesh, topology.devices, topology.granules)
     check_rows(mesh, training.global_batch_size, training.accumulation)
     check_context(mesh, model.context_length)
     layout = make_layout(model, mesh)
-    usable = int(topology.accelerator.memory)
     device_kind = topology.accelerator.device_kind
     remats = remats_of(experiment, layout, device_kind)
-    held = device_bytes(experiment, layout, remats, device_kind)
+    return Held(layout, remats, device_bytes(experiment, layout, remats, device_kind))
+
+
+def _estimate(experiment: Experiment, topology: Topology, holding: Held) -> Estimate:
+    training, model = experiment.training, experiment.model
+    layout, remats, held = holding
+    mesh, usable = layout.mesh, int(topology.accelerator.memory)
     rows = training.global_batch_size // (mesh.row_shards * training.accumulation)
     step_tokens = training.global_batch_size * model.context_length
     tokens = step_tokens / (mesh.row_shards * mesh.context)
@@ -97,7 +118,6 @@ def estimate(experiment: Experiment, topology: Topology, *, advise: bool = True)
         tokens=step_tokens,
         steps=training.steps,
     )
-    fits = held.total <= usable
     return Estimate(
         experiment=experiment.name,
         topology=topology.name,
@@ -111,8 +131,8 @@ def estimate(experiment: Experiment, topology: Topology, *, advise: bool = True)
         estimated_bytes=held.total,
         usable_bytes=usable,
         advertised_gib=topology.accelerator.advertised_gib,
-        fits=fits,
-        advice=None if fits or not advise else _advice(experiment, topology),
+        fits=held.total <= usable,
+        advice=None,
         notes=tuple(_notes(layout)),
         model_flops=flops,
         recomputed_flops=again_flops,
@@ -127,10 +147,7 @@ def search(experiment: Experiment, topology: Topology) -> list[Estimate]:
     Tried are the ways to cut the batch, to recompute, and to lay out the mesh; the global batch,
     and with it what is computed, stays. Nothing SLOWEST times as slow as the fastest is returned.
     """
-    fitting = [
-        found for found in _tried(experiment, topology, _meshes(experiment, topology)) if found.fits
-    ]
-    best = pareto(fitting)
+    best = pareto(list(_fitting(experiment, topology, _meshes(experiment, topology))))
     return [found for found in best if middle_seconds(found) <= SLOWEST * middle_seconds(best[0])]
 
 
@@ -193,7 +210,7 @@ def _advice(experiment: Experiment, topology: Topology) -> str:
     """Say what fits: other parts and recomputation first, then another mesh."""
     choices: tuple[Iterable[MeshConfig], ...] = [experiment.mesh], _meshes(experiment, topology)
     for meshes in choices:
-        fitting = [found for found in _tried(experiment, topology, meshes) if found.fits]
+        fitting = list(_fitting(experiment, topology, meshes))
         if fitting:
             best = min(fitting, key=middle_seconds)
             return (
@@ -202,7 +219,7 @@ def _advice(experiment: Experiment, topology: Topology) -> str:
     return "no accumulation, remat or mesh of these devices fits: take more of them"
 
 
-def _tried(
+def _fitting(
     experiment: Experiment, topology: Topology, meshes: Iterable[MeshConfig]
 ) -> Iterator[Estimate]:
     batch = experiment.training.global_batch_size
@@ -212,18 +229,20 @@ def _tried(
         if batch % shape.row_shards:
             continue
         for parts in _divisors(rows):
-            everything_fits = False
+            seen: set[tuple[Remat, ...]] = set()
             for remat in REMATS:
-                if remat == "budget" and everything_fits:
-                    continue  # it would choose none
+                if remat == "budget" and seen:
+                    continue  # everything fits, and it would choose that
                 training = dataclasses.replace(experiment.training, accumulation=parts, remat=remat)
                 changed = dataclasses.replace(experiment, mesh=mesh, training=training)
                 try:
-                    found = estimate(changed, topology, advise=False)
+                    holding = _held(changed, topology)
                 except UserError:  # no choice of layers fits the budget
                     continue
-                everything_fits |= found.fits
-                yield found
+                fits = holding.bytes.total <= topology.accelerator.memory
+                if fits and holding.remats not in seen:
+                    seen.add(holding.remats)
+                    yield _estimate(changed, topology, holding)
 
 
 def _meshes(experiment: Experiment, topology: Topology) -> Iterator[MeshConfig]:
