@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from openelm_jax.planning.estimate import (
     settings,
 )
 from openelm_jax.planning.report import format_estimate, format_search
+from openelm_jax.planning.table import ROWS
 from openelm_jax.planning.topologies import GIB, parse_topology
 from openelm_jax.planning.traffic import planned_collectives
 
@@ -248,3 +250,18 @@ def test_budget_repeats_a_fifth_less_than_blocks_that_fit_as_well() -> None:
     assert layers["block"].fits
     assert layers["budget"].fits
     assert layers["budget"].recomputed_flops < 0.8 * layers["block"].recomputed_flops
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row[0]} {row[1]}")
+def test_the_page_of_plans_has_these_estimates_near_what_was_compiled(row: tuple[Any, ...]) -> None:
+    name, topology, accumulation, remat = row
+    found = estimate(
+        experiment(name, accumulation=accumulation, remat=remat), parse_topology(topology)
+    )
+    page = (Path(__file__).parent.parent / "docs" / "plans.md").read_text()
+    (line,) = [line for line in page.splitlines() if line.startswith(f"| {name} | {topology} |")]
+    _, _, cut, _, fits, estimated, compiled, *_ = line.strip("| ").split(" | ")
+    assert cut == f"{found.rows} x {accumulation}"
+    assert fits == "yes"
+    assert float(estimated) == pytest.approx(found.estimated_bytes / GIB, abs=0.005)
+    assert float(estimated) == pytest.approx(float(compiled.split()[0]), rel=0.15)
