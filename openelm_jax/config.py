@@ -15,7 +15,7 @@ from typing import Any, Literal
 from openelm_jax.errors import UserError
 
 DType = Literal["float32", "bfloat16"]
-AttentionName = Literal["auto", "portable", "splash", "cudnn"]
+AttentionName = Literal["auto", "portable", "splash", "cudnn", "triton"]
 UNIONS = (typing.Union, types.UnionType)
 
 
@@ -276,10 +276,11 @@ class TrainingConfig:
     dtype: DType = "bfloat16"
     """Compute type; parameters, reductions and optimiser stay float32."""
     attention: AttentionName = "auto"
-    """Kernel of attention; auto is splash on TPUs, cudnn on GPUs that have it, else portable."""
+    """Kernel of attention; auto is splash on TPUs, cudnn or triton on GPUs; where none can run,
+    portable up to 2,048 tokens."""
     remat: Literal["none", "dots", "save_attention", "block", "budget"] = "none"
-    """What the backward pass computes again: nothing; all but products and attention; all but
-    attention; whole layers; or, of these, what a layer needs for all to fit into memory_gib."""
+    """What the backward pass computes again: nothing (dots, where devices share weights); all but
+    products and attention; all but attention; whole layers; or what makes it fit memory_gib."""
     memory_gib: float | None = None
     """Memory of a device that remat=budget fills; None is nine tenths of what the device has."""
     z_loss: float = 1e-4

@@ -65,8 +65,15 @@ def _train(
     from openelm_jax.experiment_file import to_json
     from openelm_jax.model.scaling import flops_per_token, parameter_count
     from openelm_jax.parallel.devices import peak_flops
-    from openelm_jax.parallel.mesh import granules_of, make_mesh, reader_of, resolve_mesh
-    from openelm_jax.parallel.processes import all_or_none, require_same
+    from openelm_jax.parallel.mesh import (
+        check_context,
+        check_rows,
+        granules_of,
+        make_mesh,
+        reader_of,
+        resolve_mesh,
+    )
+    from openelm_jax.parallel.processes import all_or_none, require_equal, require_same
     from openelm_jax.parallel.sharding_report import sharding_lines
     from openelm_jax.tokenizer import load_tokenizer
     from openelm_jax.training.checkpoint import Checkpointer
@@ -95,11 +102,15 @@ def _train(
     is_first = jax.process_index() == 0
     say: Callable[[str], None] = _say if is_first else lambda line: None
     require_same(to_json(experiment))
+    require_equal({"--run": str(directory), "--from": str(flags.weights)})
+    require_equal({"--reweight": str(flags.reweight)})
 
     # --- The mesh: which device stands where, and which rows are this process's.
     devices = jax.devices()
     with all_or_none():
         shape = resolve_mesh(experiment.mesh, len(devices), granules_of(devices))
+        check_rows(shape, training.global_batch_size, training.accumulation)
+        check_context(shape, config.context_length)
         mesh = make_mesh(shape, devices)
         reader, readers = reader_of(mesh, jax.process_index())
 
@@ -114,6 +125,7 @@ def _train(
         if is_first:
             tokenizer, origin = open_tokenizer(directory, experiment, start_from)
             say(f"tokenizer: {tokenizer.vocab_size:,} pieces, {origin}")
+    require_equal({"the saved steps": str(saved_steps(directory))})
     with all_or_none():
         if not is_first:
             tokenizer = load_tokenizer(directory / TOKENIZER, config.vocab_size)
@@ -169,6 +181,7 @@ def _train(
 
     tokens_per_step = training.global_batch_size * config.context_length
     flops_per_trained_token = 3 * flops_per_token(config)  # forward, and twice that backward
+    rows_at_a_time = training.global_batch_size // training.accumulation
     peak = peak_flops(device)
     looked_at: set[int] = set()
     saved: Position | None = None
@@ -207,9 +220,7 @@ def _train(
     def look(step: int, params: dict) -> None:
         """Validate and show a sample, unless told to stop before."""
         if held_out is not None:
-            loss = validate(
-                validation_step, params, held_out, training.global_batch_size, stop.arrived, mesh
-            )
+            loss = validate(validation_step, params, held_out, rows_at_a_time, stop.arrived, mesh)
             if loss is None:
                 return
             if writer is not None:
@@ -251,9 +262,11 @@ def _train(
                 f"{len(devices)} device(s), {tokens_per_step:,} tokens a step",
                 say=say,
             ).function
-            validation_step = compile_step(
-                program.validation_step, state.params, first[0], options=options
-            ).function
+            if held_out is not None:
+                part = program.batch_like(rows_at_a_time)
+                validation_step = compile_step(
+                    program.validation_step, state.params, part, options=options
+                ).function
 
         # --- The steps.
         stop = _Stop(several=jax.process_count() > 1)
@@ -379,7 +392,10 @@ def _samples(experiment: Experiment, params, tokenizer):
     if jax.process_count() == 1:
         params = jax.device_put(params, jax.devices()[0])
     else:
-        params = multihost_utils.process_allgather(params, tiled=True)
+        # A leaf at a time, for each is whole on every device on its way.
+        params = jax.tree.map(
+            lambda leaf: multihost_utils.process_allgather(leaf, tiled=True), params
+        )
         if jax.process_index() != 0:
             return []
     model = LanguageModel(experiment.model, params, tokenizer, experiment.training.dtype)
@@ -425,7 +441,8 @@ class _Stop:
 
     def _note(self, number: int) -> None:
         self.signal = int(number)
-        _say(f"{signal.Signals(number).name}: saving, then stopping (once more stops at once)")
+        again = "" if self._reached is not None else " (once more stops at once)"
+        _say(f"{signal.Signals(number).name}: saving, then stopping{again}")
 
 
 def _say(line: str) -> None:

@@ -256,7 +256,7 @@ class Decoder(nn.Module):
     ) -> tuple[jax.Array, Cache | None]:
         """Return the normed last layer [B, T, D] and the updated cache (None if none was given).
 
-        Positions default to 0..T-1; with a cache they must be given, or where these are not the
+        Positions default to 0..T-1; they must be given with a cache, and where these are not the
         first tokens of their rows. `segments_BT` keeps the
         runs of equal numbers in it apart: each is computed as if it stood alone, from position 0.
         """

@@ -91,7 +91,7 @@ def choose_kernel(
             f"({_square(place)})."
         )
     faults = []
-    for candidate in CANDIDATES[platform]:
+    for candidate in CANDIDATES.get(platform, ()):
         kernel = KERNELS[candidate](place)
         if isinstance(kernel, Kernel):
             return kernel

@@ -61,11 +61,29 @@ def make_attend(config: ModelConfig, layout: Layout, kernel: CausalAttend) -> At
             # The key/value heads of all queries: take those of the queries that are here.
             first = jax.lax.axis_index("tensor") * num_query_heads
             of_query_N = (first + jnp.arange(num_query_heads)) // config.num_gqa_groups
-            key_BTKH = jnp.take(key_BTKH, of_query_N, axis=2)
-            value_BTKH = jnp.take(value_BTKH, of_query_N, axis=2)
+            key_BTKH, value_BTKH = (_heads(x, of_query_N) for x in (key_BTKH, value_BTKH))
         return attend(query_BTNH, key_BTKH, value_BTKH, positions_BT, segments_BT)
 
     return attend_own_heads
+
+
+@jax.custom_vjp
+def _heads(x_BTKH: Array, numbers_N: Array) -> Array:
+    """Return the heads of these numbers [B, T, N, H]; gradients of a head are summed in float32."""
+    return jnp.take(x_BTKH, numbers_N, axis=2)
+
+
+def _heads_forward(x_BTKH, numbers_N):
+    return jnp.take(x_BTKH, numbers_N, axis=2), (x_BTKH.shape, numbers_N)
+
+
+def _heads_backward(residuals, d_BTNH):
+    shape, numbers_N = residuals
+    sums = jnp.zeros(shape, jnp.float32).at[:, :, numbers_N].add(d_BTNH.astype(jnp.float32))
+    return sums.astype(d_BTNH.dtype), None
+
+
+_heads.defvjp(_heads_forward, _heads_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))

@@ -22,7 +22,7 @@ from openelm_jax.parallel.sharding import Layout
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 SHARE_FOR_BUDGET = 0.9
 """Of a device's memory, what `training.remat=budget` fills unless memory_gib says otherwise."""
-ATTEMPTS = 8
+ATTEMPTS = 16
 TPU_LANES = 128
 LOOP_SLACK = 1.1
 """What a TPU's compiler allots for activations, over what is alive at any time, if the parts of a
@@ -81,8 +81,8 @@ def remats_of(experiment: Experiment, layout: Layout, device_kind: str) -> tuple
     """Return what each layer computes again on devices of this kind.
 
     Where weights are gathered, `none` is `dots`: a backward pass that gathers them again has its
-    pointwise functions computed again too, which costs no product and halves what is kept. Raises
-    UserError where `training.remat` is budget and no choice fits it, or it is not known.
+    pointwise functions computed again too, which costs no product and halves what is kept.
+    Raises UserError where `training.remat` is budget and no choice fits it, or it is not known.
     """
     training = experiment.training
     among: tuple[Remat, ...] = ("dots", "save_attention", "block")
@@ -99,29 +99,32 @@ def remats_of(experiment: Experiment, layout: Layout, device_kind: str) -> tuple
         )
     limit = training.memory_gib * GIB if training.memory_gib else SHARE_FOR_BUDGET * (memory or 0)
     block: Remat = "block"
-    remats = (block,) * len(layout.layers)
-    held = device_bytes(experiment, layout, remats, device_kind)
-    budget = int(limit - (held.total - held.activations))
-    for _ in range(ATTEMPTS):
-        if budget <= 0:
-            raise UserError(
-                f"training.remat=budget: {limit / GIB:.2f} GiB of a device are less than the "
-                f"{held.total / GIB:.2f} GiB that a step needs with every layer computed again: "
-                "raise training.accumulation, training.memory_gib or the number of devices."
-            )
-        remats = choose_remat(
-            experiment.model,
-            tokens=tokens_of_part(experiment, layout),
-            budget_bytes=budget,
-            dtype_bytes=DTYPE_BYTES[training.dtype],
-            shapes=layout.layers,
-            context=layout.mesh.context,
-            lanes=lanes_of(device_kind),
-            among=among,
+    blocks = (block,) * len(layout.layers)
+    held = device_bytes(experiment, layout, blocks, device_kind)
+    if held.total > limit:
+        raise UserError(
+            f"training.remat=budget: {limit / GIB:.3g} GiB of a device are less than the "
+            f"{held.total / GIB:.3g} GiB that a step needs with every layer computed again: raise "
+            "training.accumulation, training.memory_gib or the number of devices."
         )
-        # The worst moment may be another one than with `block`, with more besides activations.
+    budget = limit - held.state
+    for _ in range(ATTEMPTS):
+        try:
+            remats = choose_remat(
+                experiment.model,
+                tokens=tokens_of_part(experiment, layout),
+                budget_bytes=int(budget),
+                dtype_bytes=DTYPE_BYTES[training.dtype],
+                shapes=layout.layers,
+                context=layout.mesh.context,
+                lanes=lanes_of(device_kind),
+                among=among,
+            )
+        except UserError:  # less than blocks need, which fit: the worst moment is another one
+            break
+        # Activations are not all that a moment holds.
         excess = device_bytes(experiment, layout, remats, device_kind).total - limit
         if excess <= 0:
-            break
-        budget -= math.ceil(excess)
-    return remats
+            return remats
+        budget -= excess
+    return blocks

@@ -64,7 +64,7 @@ def resolve_mesh(config: MeshConfig, devices: int, granules: int = 1) -> MeshSha
     if shape.devices != devices:
         raise UserError(
             f"mesh {shape} makes {shape.devices} devices, and there are {devices}: "
-            f"{_proposal(config, devices)} would fit."
+            f"{_proposal(config, devices, granules)} would fit."
         )
     return shape
 
@@ -149,14 +149,16 @@ def row_groups(mesh: Mesh) -> tuple[tuple[int, ...], ...]:
 def reader_of(mesh: Mesh, process: int) -> tuple[int, int]:
     """Return which of how many readers of rows a process is.
 
-    Raises UserError where the devices of processes overlap in part.
+    Raises UserError where the devices of processes overlap in part, or have unequal shares.
     """
     groups = row_groups(mesh)
     distinct = sorted(set(groups))
-    if sum(map(len, distinct)) != mesh.shape["replica"] * mesh.shape["fsdp"]:
+    shards = mesh.shape["replica"] * mesh.shape["fsdp"]
+    if sum(map(len, distinct)) != shards or len(set(map(len, distinct))) > 1:
         raise UserError(
             f"mesh {MeshShape(**mesh.shape)}: mesh.tensor x mesh.context neither divides the "
-            f"devices of a process nor is a multiple of them: use sizes that do."
+            "devices of each process nor is a multiple of them, or processes have unequal numbers "
+            "of devices: use sizes that do, and as many devices in each."
         )
     return distinct.index(groups[process]), len(distinct)
 
@@ -188,7 +190,7 @@ def _arranged(shape: MeshShape, devices: list[Any]) -> np.ndarray:
         inside,
         across,
         devices,
-        process_is_granule=platform != "tpu",
+        process_is_granule=len({getattr(d, "slice_index", 0) for d in devices}) != granules,
         allow_split_physical_axes=True,
     )
 
@@ -199,14 +201,21 @@ def _place(device: Any) -> tuple[int, ...]:
 
 
 def _granule(device: Any) -> int:
-    if device.platform == "tpu":
-        return getattr(device, "slice_index", None) or 0
-    return device.process_index if device.platform == "gpu" else 0
+    if device.platform == "cpu":
+        return 0
+    if device.platform != "tpu" and "CompileOnly" in type(device.client).__name__:
+        return device.process_index  # a GPU that is not here knows no more
+    return getattr(device, "slice_index", None) or 0
 
 
-def _proposal(config: MeshConfig, devices: int) -> str:
-    tensor = math.gcd(config.tensor, devices)
-    context = math.gcd(config.context, devices // tensor)
+def _proposal(config: MeshConfig, devices: int, granules: int) -> MeshShape:
+    tensor = _nearest_divisor(config.tensor, devices)
+    context = _nearest_divisor(config.context, devices // tensor)
     outer = devices // (tensor * context)
-    replica = math.gcd(config.replica or 1, outer)
-    return str(MeshShape(replica, outer // replica, tensor, context))
+    replica = _nearest_divisor(config.replica or granules, outer)
+    return MeshShape(replica, outer // replica, tensor, context)
+
+
+def _nearest_divisor(wanted: int, number: int) -> int:
+    divisors = [d for d in range(1, number + 1) if number % d == 0]
+    return min(divisors, key=lambda divisor: (abs(divisor - wanted), divisor))

@@ -151,6 +151,19 @@ def require_same(experiment_json: str) -> None:
             )
 
 
+def require_equal(values: Mapping[str, str]) -> None:
+    """Refuse, in all processes, values (by what they are) that are not everywhere those of process
+    0; all processes must call it."""
+    for process, text in enumerate(texts := _gather(json.dumps(dict(values)))):
+        there, first = json.loads(text), json.loads(texts[0])
+        for what in first:
+            if there[what] != first[what]:
+                raise SharedError(
+                    f"process {process} has {what} {there[what]} and process 0 {first[what]}; give "
+                    "all processes the same command, and a run directory that all of them see."
+                )
+
+
 def agree(problem: str | None) -> None:
     """Raise in all processes what is wrong in any of them; all processes must call it."""
     problems = _gather(problem or "")
@@ -299,7 +312,11 @@ def _workers_of_tpu_vm() -> int:
 def _require_free_port(coordinator: str) -> None:
     """Raise UserError if another program has the port; jax would crash."""
     port = int(coordinator.rpartition(":")[2])
-    with socket.socket(socket.AF_INET6 if socket.has_ipv6 else socket.AF_INET) as listener:
+    try:
+        listener = socket.socket(socket.AF_INET6)
+    except OSError:  # a machine without it
+        listener = socket.socket(socket.AF_INET)
+    with listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind(("", port))

@@ -71,7 +71,7 @@ class Placement:
         return tuple(axes)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Layout:
     """A model on a mesh: parameters by path, layers by what a device computes of them."""
 
@@ -80,9 +80,6 @@ class Layout:
     layers: tuple[LayerShape, ...]
     attention: tuple[str, ...]
     """How each layer's attention is divided by the tensor axis: one of ATTENTION's keys."""
-
-    def __hash__(self) -> int:
-        return id(self)
 
 
 ATTENTION = {

@@ -94,6 +94,8 @@ def train_loop(
             try:
                 batch, position = next(batches)
             except UserError:
+                if jax.process_count() > 1:
+                    raise  # the others are in the next step: nothing can be done together
                 if pending is not None:
                     finish(pending)
                 if done > start:

@@ -15,7 +15,7 @@ class Profile:
     """Records the steps FIRST:LAST of `training.profile_steps` under RUN/profile.
 
     Of a run that goes on between them, what is left of them. Of several processes the first one
-    records itself.
+    records itself; the others wait for the same steps, for the loop's waiting may hold collectives.
     """
 
     def __init__(self, steps: str | None, run: str | Path, say: Callable[[str], None]) -> None:
@@ -24,7 +24,7 @@ class Profile:
         self._directory = Path(run) / "profile"
         self._say = say
         self._started_at: int | None = None
-        self._done = jax.process_index() != 0
+        self._done = False
 
     def starts(self, step: int) -> bool:
         """Return whether recording has to start before `step`."""
@@ -37,14 +37,16 @@ class Profile:
 
     def start(self, step: int) -> None:
         """Start recording; `step` is the first of the record."""
-        jax.profiler.start_trace(str(self._directory))
+        if jax.process_index() == 0:
+            jax.profiler.start_trace(str(self._directory))
         self._started_at = step
 
     def stop(self, step: int) -> None:
         """Write what was recorded up to the end of `step`, if anything is being recorded."""
         if self._started_at is None:
             return
-        jax.profiler.stop_trace()
+        if jax.process_index() == 0:
+            jax.profiler.stop_trace()
         self._say(
             f"profile of steps {self._started_at:,} to {step:,}: {self._directory}; open its "
             "*.trace.json.gz at https://ui.perfetto.dev, or all of it with "

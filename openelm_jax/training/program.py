@@ -51,9 +51,9 @@ class Program:
         state = jax.eval_shape(lambda: new_state(init_params(model, 0), self.optimizer))
         return jax.tree.map(_like, state, state_shardings(self.layout, self.mesh, state))
 
-    def batch_like(self) -> Batch:
-        """Return a global batch as shapes, types and shardings."""
-        rows = self.experiment.training.global_batch_size
+    def batch_like(self, rows: int | None = None) -> Batch:
+        """Return a global batch, or one of so many rows, as shapes, types and shardings."""
+        rows = rows or self.experiment.training.global_batch_size
         length = self.experiment.model.context_length
         sharding = row_sharding(self.mesh)
         shapes: list[Any] = [
