@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 from openelm_jax.config import Experiment
 from openelm_jax.errors import UserError
@@ -15,6 +17,7 @@ from openelm_jax.model.memory import (
     choose_remat,
     loss_chunk_size,
     step_bytes,
+    uniform_block,
 )
 from openelm_jax.parallel.devices import memory_bytes
 from openelm_jax.parallel.sharding import Layout
@@ -91,13 +94,7 @@ def remats_of(experiment: Experiment, layout: Layout, device_kind: str) -> tuple
     if training.remat != "budget":
         remat: Remat = training.remat
         return (among[0] if remat == "none" else remat,) * len(layout.layers)
-    memory = memory_bytes(device_kind)
-    if training.memory_gib is None and memory is None:
-        raise UserError(
-            f"training.remat=budget: the memory of a {device_kind} is not known; say how much of "
-            "it to fill with --training.memory-gib."
-        )
-    limit = training.memory_gib * GIB if training.memory_gib else SHARE_FOR_BUDGET * (memory or 0)
+    limit = budget_of(experiment, device_kind)
     block: Remat = "block"
     blocks = (block,) * len(layout.layers)
     held = device_bytes(experiment, layout, blocks, device_kind)
@@ -107,18 +104,50 @@ def remats_of(experiment: Experiment, layout: Layout, device_kind: str) -> tuple
             f"{held.total / GIB:.3g} GiB that a step needs with every layer computed again: raise "
             "training.accumulation, training.memory_gib or the number of devices."
         )
-    budget = limit - held.state
+    return _fitting(experiment, layout, device_kind, partial(choose_remat, among=among))
+
+
+def uniform_remats_of(
+    experiment: Experiment, layout: Layout, device_kind: str
+) -> tuple[Remat, ...]:
+    """Return what `block` alone does best in the same budget: some neighbours, the rest `none`."""
+    return _fitting(experiment, layout, device_kind, uniform_block)
+
+
+def budget_of(experiment: Experiment, device_kind: str) -> float:
+    """Return the bytes that `training.remat=budget` may fill; UserError if they are not known."""
+    memory, given = memory_bytes(device_kind), experiment.training.memory_gib
+    if given is not None:
+        return given * GIB
+    if memory is None:
+        raise UserError(
+            f"training.remat=budget: the memory of a {device_kind} is not known; say how much of "
+            "it to fill with --training.memory-gib."
+        )
+    return SHARE_FOR_BUDGET * memory
+
+
+def _fitting(
+    experiment: Experiment, layout: Layout, device_kind: str, choose: Callable[..., Any]
+) -> tuple[Remat, ...]:
+    """Return what `choose` takes in the largest budget for activations with which all fits.
+
+    `block` everywhere, which must fit, where there is none.
+    """
+    limit = budget_of(experiment, device_kind)
+    block: Remat = "block"
+    blocks = (block,) * len(layout.layers)
+    budget = limit - device_bytes(experiment, layout, blocks, device_kind).state
     for _ in range(ATTEMPTS):
         try:
-            remats = choose_remat(
+            remats = choose(
                 experiment.model,
                 tokens=tokens_of_part(experiment, layout),
                 budget_bytes=int(budget),
-                dtype_bytes=DTYPE_BYTES[training.dtype],
+                dtype_bytes=DTYPE_BYTES[experiment.training.dtype],
                 shapes=layout.layers,
                 context=layout.mesh.context,
                 lanes=lanes_of(device_kind),
-                among=among,
             )
         except UserError:  # less than blocks need, which fit: the worst moment is another one
             break

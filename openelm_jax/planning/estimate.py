@@ -10,8 +10,8 @@ from typing import Literal, NamedTuple
 
 from openelm_jax.config import Experiment, MeshConfig
 from openelm_jax.errors import UserError
-from openelm_jax.model.memory import Remat, StepBytes
-from openelm_jax.parallel.memory import DTYPE_BYTES, device_bytes, remats_of
+from openelm_jax.model.memory import Remat, StepBytes, recomputed_flops
+from openelm_jax.parallel.memory import DTYPE_BYTES, device_bytes, remats_of, uniform_remats_of
 from openelm_jax.parallel.mesh import MeshShape, check_context, check_rows, resolve_mesh
 from openelm_jax.parallel.sharding import Layout, make_layout
 from openelm_jax.planning.collectives import Collective
@@ -53,6 +53,9 @@ class Estimate:
     notes: tuple[str, ...]
     model_flops: float
     recomputed_flops: float
+    block_alone: tuple[int, float | None] | None
+    """With remat=budget: on how many layers `block` alone would have to be to fit, and how many
+    times the FLOPs of products and attention it would compute again (None: this does none)."""
     collectives: tuple[Collective, ...]
     bound: Roofline
     compiled: CompiledStep | None = None
@@ -136,9 +139,23 @@ def _estimate(experiment: Experiment, topology: Topology, holding: Held) -> Esti
         notes=tuple(_notes(layout)),
         model_flops=flops,
         recomputed_flops=again_flops,
+        block_alone=_block_alone(experiment, topology, holding),
         collectives=collectives,
         bound=bound,
     )
+
+
+def _block_alone(
+    experiment: Experiment, topology: Topology, holding: Held
+) -> tuple[int, float | None] | None:
+    if experiment.training.remat != "budget":
+        return None
+    model, shapes = experiment.model, holding.layout.layers
+    alone = uniform_remats_of(experiment, holding.layout, topology.accelerator.device_kind)
+    ours, theirs = (
+        recomputed_flops(model, remats, shapes=shapes) for remats in (holding.remats, alone)
+    )
+    return alone.count("block"), theirs / ours if ours else None
 
 
 def search(experiment: Experiment, topology: Topology) -> list[Estimate]:
