@@ -338,7 +338,9 @@ def _share_inside(encoder: _Encoder, function: Callable[[], None]) -> float:
             function()
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.signal(signal.SIGPROF, before)
+        # A signal may still be on its way, and by default it would end the process.
+        ignored = before in (signal.SIG_DFL, None)
+        signal.signal(signal.SIGPROF, signal.SIG_IGN if ignored else before)
     return statistics.mean(samples)
 
 

@@ -254,8 +254,9 @@ def uniform_block(
     shapes: Sequence[LayerShape] | None = None,
     context: int = 1,
     lanes: int = 0,
+    rest: Remat = "none",
 ) -> tuple[Remat, ...]:
-    """Return what `block` does best when a run of neighbouring layers has it and the rest `none`.
+    """Return what `block` does best when a run of neighbouring layers has it and the others `rest`.
 
     Of all runs that fit, the one that repeats the fewest FLOPs. Raises UserError if none fits.
     """
@@ -263,7 +264,7 @@ def uniform_block(
     sizes = {"dtype_bytes": dtype_bytes, "context": context, "lanes": lanes}
     ends = range(len(shapes) + 1)
     runs: list[tuple[Remat, ...]] = [
-        tuple("block" if first <= layer < end else "none" for layer in range(len(shapes)))
+        tuple("block" if first <= layer < end else rest for layer in range(len(shapes)))
         for first in ends
         for end in ends[first:]
     ]

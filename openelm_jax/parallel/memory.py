@@ -110,8 +110,10 @@ def remats_of(experiment: Experiment, layout: Layout, device_kind: str) -> tuple
 def uniform_remats_of(
     experiment: Experiment, layout: Layout, device_kind: str
 ) -> tuple[Remat, ...]:
-    """Return what `block` alone does best in the same budget: some neighbours, the rest `none`."""
-    return _fitting(experiment, layout, device_kind, uniform_block)
+    """Return what `block` alone does best in the same budget: some neighbours have it, the others
+    what repeats no product, `none` on one device and `dots` on a mesh."""
+    rest: Remat = "none" if shards_of(layout) == 1 else "dots"
+    return _fitting(experiment, layout, device_kind, partial(uniform_block, rest=rest))
 
 
 def budget_of(experiment: Experiment, device_kind: str) -> float:

@@ -22,6 +22,7 @@ from openelm_jax.planning.collectives import collectives_in
 from openelm_jax.planning.cuda_targets import cuda_target
 from openelm_jax.planning.topologies import Topology, parse_topology
 from openelm_jax.training.program import make_program
+from openelm_jax.xla_flags import compiler_options
 
 # "Ran out of memory on HBM, the total memory required for HLO temporaries (26.96G) exceeds ..." or
 # "Ran out of memory in memory space hbm. Used 18.20G of 15.75G hbm ..."
@@ -57,7 +58,8 @@ def main() -> None:
     lowered_at = time.perf_counter()
     answer: dict[str, Any] = {"mesh": shape._asdict(), "kernel": program.kernel.name}
     try:
-        compiled = lowered.compile(compiler_options=OPTIONS[request["effort"]])
+        options = compiler_options(topology.accelerator.device_kind, topology.granules)
+        compiled = lowered.compile(compiler_options={**options, **OPTIONS[request["effort"]]})
     except jax.errors.JaxRuntimeError as fault:
         needed = EXHAUSTED.search(str(fault))
         if needed is None:

@@ -27,7 +27,10 @@ from openelm_jax.planning.collectives import Collective
 from openelm_jax.planning.topologies import Topology
 
 PACKAGE = Path(__file__).parent.parent
-CODE = ("config.py", "model", "parallel", "training", "planning/ahead_of_time.py")
+CODE = (
+    "config.py", "xla_flags.py", "model", "parallel", "training",
+    "planning/ahead_of_time.py", "planning/cuda_targets.py",
+)  # fmt: skip
 """What decides the program that is compiled."""
 PACKAGES = {"tpu": ("jax", "jaxlib", "libtpu"), "gpu": ("jax", "jaxlib", "jax-cuda12-plugin")}
 EXTRAS = {"tpu": "tpu", "gpu": "cuda"}

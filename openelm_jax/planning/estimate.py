@@ -316,12 +316,6 @@ def _divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
-def refuse_unless_it_fits(found: Estimate) -> None:
-    """Raise UserError for an estimate that does not fit, with what would."""
-    if not found.fits:
-        raise UserError(does_not_fit(found))
-
-
 def does_not_fit(found: Estimate) -> str:
     """Return that sentence."""
     return (

@@ -68,7 +68,7 @@ def format_estimate(experiment: Experiment, found: Estimate) -> str:
         f"recomputed FLOPs: {found.recomputed_flops / found.model_flops:.1%} of the model's "
         f"{found.model_flops:.3e} a device and step",
     ]
-    if found.block_alone is not None:
+    if found.block_alone is not None and found.block_alone[0]:
         layers, times = found.block_alone
         lines.append(
             f"block alone, on {layers} layers, would fit as well and compute "

@@ -14,7 +14,7 @@ from itertools import combinations
 from typing import Literal, NamedTuple
 
 from openelm_jax.errors import UserError
-from openelm_jax.parallel.devices import peak_flops
+from openelm_jax.parallel.devices import memory_bytes, peak_flops
 
 GIB = 2**30
 FLAT_SLICES = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
@@ -23,6 +23,11 @@ SOLID_SLICES = (
     "16x16x16",
 )  # fmt: skip
 NODES = ("1", "2", "4", "8")
+
+
+def _nine_tenths(device_kind: str) -> float:
+    """Return what of a GPU's memory is left for a program: what JAX takes for itself at start."""
+    return 0.9 * (memory_bytes(device_kind) or 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,19 +96,23 @@ ACCELERATORS = {
         ),
         Accelerator(
             name="a100", platform="gpu", device_kind="NVIDIA A100", advertised_gib=80,
-            memory=0.9 * 80 * GIB, memory_rate=2039e9, link=300e9, network=25e9, slices=NODES,
+            memory=_nine_tenths("NVIDIA A100"), memory_rate=2039e9, link=300e9, network=25e9,
+            slices=NODES,
         ),
         Accelerator(
             name="h100", platform="gpu", device_kind="NVIDIA H100", advertised_gib=80,
-            memory=0.9 * 79.6 * GIB, memory_rate=3350e9, link=450e9, network=50e9, slices=NODES,
+            memory=_nine_tenths("NVIDIA H100"), memory_rate=3350e9, link=450e9, network=50e9,
+            slices=NODES,
         ),
         Accelerator(
             name="h200", platform="gpu", device_kind="NVIDIA H200", advertised_gib=141,
-            memory=0.9 * 140.4 * GIB, memory_rate=4800e9, link=450e9, network=50e9, slices=NODES,
+            memory=_nine_tenths("NVIDIA H200"), memory_rate=4800e9, link=450e9, network=50e9,
+            slices=NODES,
         ),
         Accelerator(
             name="b200", platform="gpu", device_kind="NVIDIA B200", advertised_gib=180,
-            memory=0.9 * 179 * GIB, memory_rate=8000e9, link=900e9, network=50e9, slices=NODES,
+            memory=_nine_tenths("NVIDIA B200"), memory_rate=8000e9, link=900e9, network=50e9,
+            slices=NODES,
         ),
     )
 }  # fmt: skip
