@@ -134,7 +134,7 @@ def _add_accelerator_flags(parser: argparse.ArgumentParser) -> None:
     sizes = ",".join(SIZES)
     parser.add_argument("--out", default="docs/results", metavar="DIR", help="docs/results")
     parser.add_argument("--sizes", default=sizes, metavar="A,B", help=f"experiments ({sizes})")
-    parser.add_argument("--minutes", type=float, default=10, metavar="M", help="in all (10)")
+    parser.add_argument("--minutes", type=float, default=9, metavar="M", help="in all (9)")
     parser.add_argument("--steps", type=int, default=40, metavar="N", help="of each size (40)")
     parser.add_argument(
         "--data.root", dest="root", metavar="DIR", help="text files (the demo corpus)"

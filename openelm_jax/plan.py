@@ -33,6 +33,8 @@ def main(argv: list[str]) -> None:
         for flag in ("compile", "search", "python"):
             if getattr(arguments, flag):
                 raise UserError(f"--{flag} needs a machine: give --topology, v5p:4x4x4 say.")
+        if arguments.slices != 1:
+            raise UserError("--slices needs a machine: give --topology, v5e:4x4 say.")
         print(json.dumps(_plain(plan)) if arguments.json else format_plan(plan))
         return
 
@@ -42,6 +44,10 @@ def main(argv: list[str]) -> None:
     from openelm_jax.planning.report import format_estimate, format_search
     from openelm_jax.planning.topologies import parse_topology
 
+    if arguments.search and arguments.compile:
+        raise UserError("--search and --compile are two questions: compile what the search finds.")
+    if arguments.python and not arguments.compile:
+        raise UserError("--python names who compiles: give --compile as well.")
     topology = parse_topology(arguments.topology, arguments.slices)
     if arguments.search:
         found = search(experiment, topology)
@@ -55,7 +61,8 @@ def main(argv: list[str]) -> None:
         compiled = compile_on(
             topology, experiment, arguments.compile, arguments.python, arguments.json
         )
-        figures = dataclasses.replace(figures, compiled=compiled)
+        fits = compiled.memory <= figures.usable_bytes
+        figures = dataclasses.replace(figures, compiled=compiled, fits=fits)
     if arguments.json:
         print(json.dumps({**_plain(plan), "on_topology": _plain(figures)}))
     else:
@@ -89,7 +96,9 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--python", metavar="FILE", help="interpreter with jax's TPU or CUDA part, for --compile"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--json", action="store_true", help="print JSON: one object, or a list with --search"
+    )
 
 
 if __name__ == "__main__":

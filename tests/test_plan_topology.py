@@ -89,7 +89,8 @@ def test_the_tensor_axis_sums_activations_twice_a_half_layer() -> None:
     halves = sum(2 if kind != "whole" else 1 for kind in layout.attention)
     rows = 2048 // (2 * 64)
     assert [(each.count, each.bytes) for each in summed] == [
-        (2 * halves * 64, 2 * halves * 64 * rows * 2048 * 1280 * 2)
+        # And at the end of each part, for the loss takes the tokens apart.
+        ((2 * halves + 1) * 64, (2 * halves + 1) * 64 * rows * 2048 * 1280 * 2)
     ]
 
 
@@ -278,3 +279,58 @@ def test_a_budget_repeats_a_fifth_less_than_blocks_alone_that_fit_it(memory_gib:
     assert times is not None
     assert times >= 1 / 0.8
     assert f"block alone, on {layers} layers" in format_estimate(chosen, found)
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        MeshConfig(fsdp=2),
+        MeshConfig(replica=2),
+        MeshConfig(replica=2, fsdp=8),
+        MeshConfig(tensor=2),
+    ],
+)
+def test_the_advice_is_taken_as_it_stands(mesh: MeshConfig, capsys) -> None:
+    given = [
+        part
+        for name, value in dataclasses.asdict(mesh).items()
+        if value is not None
+        for part in (f"--mesh.{name}", str(value))
+    ]
+    command = ["--exp", "3b", "--topology", "v5e:4x4", *given]
+    plan.main(command)
+    line = next(
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("does not fit: ")
+    )
+    advised = line.partition("try ")[2].partition(" (")[0].split()
+    plan.main([*command, *advised])
+    assert "does not fit" not in capsys.readouterr().out
+
+
+def test_devices_that_compute_all_heads_lower_the_share_of_the_peak() -> None:
+    """MFU is of the model's FLOPs, however many devices compute them."""
+    topology = parse_topology("h100:8")
+    alone, eight = (
+        estimate(experiment("3b", MeshConfig(tensor=tensor), accumulation=32), topology)
+        for tensor in (1, 8)
+    )
+    assert alone.model_flops == eight.model_flops
+    assert alone.model_flops == 3 * flops_per_token(load_experiment("3b").model) * 2**22 / 8
+    assert eight.bound.mfu < 0.6 < alone.bound.mfu
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--slices", "2"], "--slices needs a machine"),
+        (["--topology", "v5e:4x4", "--search", "--compile"], "two questions"),
+        (["--topology", "v5e:4x4", "--python", "x"], "give --compile as well"),
+        (
+            ["--topology", "v5p:8x8x16", "--search", *["--training.global-batch-size", "12"]],
+            "cannot be divided among",
+        ),
+    ],
+)
+def test_flags_that_say_nothing_together_are_refused(flags: list[str], sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        plan.main(["--exp", "3b", "--data.lanes", "1", *flags])

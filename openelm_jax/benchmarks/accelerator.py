@@ -75,6 +75,7 @@ def measure_accelerator(
         report["kernels"] = _collect(_kernels_part, (), share, say)
         report["device"] = report["kernels"].pop("device", None)
         report["sizes"] = {}
+        file = _write(report, out)
         for left, experiment in zip(range(len(sizes), 0, -1), experiments, strict=True):
             now = time.monotonic()
             until = now + (end - now) / left

@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 from openelm_jax.config import Experiment, MeshConfig
 from openelm_jax.errors import UserError
 from openelm_jax.model.memory import Remat, StepBytes, recomputed_flops
+from openelm_jax.model.scaling import flops_per_token
 from openelm_jax.parallel.memory import DTYPE_BYTES, device_bytes, remats_of, uniform_remats_of
 from openelm_jax.parallel.mesh import MeshShape, check_context, check_rows, resolve_mesh
 from openelm_jax.parallel.sharding import Layout, make_layout
@@ -101,13 +102,14 @@ def _estimate(experiment: Experiment, topology: Topology, holding: Held) -> Esti
     tokens = step_tokens / (mesh.row_shards * mesh.context)
     again = recomputed(model, layout.layers, remats)
     again_flops = sum(layer.flops for layer in again) * tokens
-    flops = product_flops(model, layout.layers, tokens, model.context_length)
+    computed = product_flops(model, layout.layers, tokens, model.context_length, mesh.tensor)
+    flops = 3 * flops_per_token(model) * step_tokens / topology.devices
     collectives = planned_collectives(experiment, layout, remats)
     bound = roofline(
         topology,
         mesh._asdict(),
         model_flops=flops,
-        recomputed_flops=again_flops,
+        computed_flops=computed + again_flops,
         memory_bytes=memory_bytes(
             model,
             layout.layers,
@@ -116,6 +118,7 @@ def _estimate(experiment: Experiment, topology: Topology, holding: Held) -> Esti
             stored=stored_parameters(layout),
             first_moment_bytes=DTYPE_BYTES[experiment.optimizer.first_moment_dtype],
             recomputed=[layer.of_forward for layer in again],
+            tensor=mesh.tensor,
         ),
         collectives=collectives,
         tokens=step_tokens,
@@ -136,7 +139,7 @@ def _estimate(experiment: Experiment, topology: Topology, holding: Held) -> Esti
         advertised_gib=topology.accelerator.advertised_gib,
         fits=held.total <= usable,
         advice=None,
-        notes=tuple(_notes(layout)),
+        notes=tuple(_notes(experiment, topology, layout)),
         model_flops=flops,
         recomputed_flops=again_flops,
         block_alone=_block_alone(experiment, topology, holding),
@@ -164,7 +167,11 @@ def search(experiment: Experiment, topology: Topology) -> list[Estimate]:
     Tried are the ways to cut the batch, to recompute, and to lay out the mesh; the global batch,
     and with it what is computed, stays. Nothing SLOWEST times as slow as the fastest is returned.
     """
-    best = pareto(list(_fitting(experiment, topology, _meshes(experiment, topology))))
+    meshes = list(_meshes(experiment, topology))
+    if not meshes:
+        mesh = resolve_mesh(MeshConfig(), topology.devices, topology.granules)
+        check_rows(mesh, experiment.training.global_batch_size, 1)
+    best = pareto(list(_fitting(experiment, topology, meshes)))
     return [found for found in best if middle_seconds(found) <= SLOWEST * middle_seconds(best[0])]
 
 
@@ -201,33 +208,26 @@ def settings(experiment: Experiment, topology: Topology, found: Estimate) -> str
         "--mesh.tensor": (experiment.mesh.tensor, found.mesh["tensor"]),
         "--mesh.context": (experiment.mesh.context, found.mesh["context"]),
     }
+    if experiment.mesh.fsdp is not None:
+        flags["--mesh.fsdp"] = (experiment.mesh.fsdp, found.mesh["fsdp"])
     mesh = MeshConfig(
         replica=experiment.mesh.replica,
-        fsdp=experiment.mesh.fsdp,
+        fsdp=None if experiment.mesh.fsdp is None else found.mesh["fsdp"],
         tensor=found.mesh["tensor"],
         context=found.mesh["context"],
     )
-    outer = topology.devices // (mesh.tensor * mesh.context)
-    if mesh.replica is not None and mesh.fsdp is not None:
-        flags["--mesh.fsdp"] = (mesh.fsdp, found.mesh["fsdp"])
-        flags["--mesh.replica"] = (mesh.replica, found.mesh["replica"])
-    else:
-        replica = mesh.replica or (
-            outer // mesh.fsdp
-            if mesh.fsdp
-            else topology.granules
-            if outer % topology.granules == 0
-            else 1
-        )
-        flags["--mesh.replica"] = (replica, found.mesh["replica"])
+    try:
+        replica = resolve_mesh(mesh, topology.devices, topology.granules).replica
+    except UserError:  # the one that is given does not go with the rest
+        replica = 0
+    flags["--mesh.replica"] = (replica, found.mesh["replica"])
     return " ".join(f"{flag} {there}" for flag, (here, there) in flags.items() if here != there)
 
 
 def _advice(experiment: Experiment, topology: Topology) -> str:
     """Say what fits: other parts and recomputation first, then another mesh."""
-    choices: tuple[Iterable[MeshConfig], ...] = [experiment.mesh], _meshes(experiment, topology)
-    for meshes in choices:
-        fitting = list(_fitting(experiment, topology, meshes))
+    for mesh in itertools.chain([experiment.mesh], _meshes(experiment, topology)):
+        fitting = list(_fitting(experiment, topology, [mesh]))
         if fitting:
             best = min(fitting, key=middle_seconds)
             return (
@@ -268,6 +268,8 @@ def _meshes(experiment: Experiment, topology: Topology) -> Iterator[MeshConfig]:
             continue
         if tensor * context > topology.granule_devices:
             continue
+        if context > 1 and topology.accelerator.platform == "gpu":
+            continue  # no kernel there: see _notes
         outer = topology.devices // (tensor * context)
         for replica in _divisors(outer):
             spans = topology.granules == 1 or replica % topology.granules == 0 or replica == 1
@@ -277,8 +279,12 @@ def _meshes(experiment: Experiment, topology: Topology) -> Iterator[MeshConfig]:
                 )
 
 
-def _notes(layout: Layout) -> Iterator[str]:
+def _notes(experiment: Experiment, topology: Topology, layout: Layout) -> Iterator[str]:
     mesh: MeshShape = layout.mesh
+    if experiment.training.dtype == "float32":
+        yield "the bounds are those of bfloat16: float32 computes and moves several times longer"
+    if mesh.context > 1 and topology.accelerator.platform == "gpu":
+        yield "no kernel of GPUs knows a context axis: portable attention holds scores besides"
     whole = [i for i, kind in enumerate(layout.attention) if kind == "whole"]
     queries = [i for i, kind in enumerate(layout.attention) if kind == "queries"]
     if mesh.tensor > 1 and whole:
@@ -317,8 +323,10 @@ def _divisors(number: int) -> list[int]:
 
 
 def does_not_fit(found: Estimate) -> str:
-    """Return that sentence."""
-    return (
-        f"does not fit: {found.estimated_bytes / GIB:.1f} of {found.advertised_gib} GiB; "
-        f"{found.advice}"
-    )
+    """Return by how much it does not, and what would."""
+    held = found.estimated_bytes if found.compiled is None else found.compiled.memory
+    usable = f"{found.advertised_gib} GiB"
+    if held < found.advertised_gib * GIB:
+        usable += f", of which a program gets {found.usable_bytes / GIB:.1f}"
+    advice = found.advice or "raise training.accumulation"
+    return f"does not fit: {held / GIB:.1f} of {usable}; {advice}"

@@ -47,17 +47,21 @@ def roofline(
     mesh: dict[str, int],
     *,
     model_flops: float,
-    recomputed_flops: float,
+    computed_flops: float,
     memory_bytes: float,
     collectives: Sequence[Collective],
     tokens: int,
     steps: int,
 ) -> Roofline:
-    """Return the bound of a step of `tokens` tokens, FLOPs and bytes being those of one device."""
+    """Return the bound of a step of `tokens` tokens, FLOPs and bytes being those of one device.
+
+    Of the FLOPs that it computes those of the model are its share; the rest it does again, or as
+    other devices of the tensor axis do.
+    """
     accelerator = topology.accelerator
     interconnect, network = transfer_seconds(topology, mesh, collectives)
     seconds = (
-        (model_flops + recomputed_flops) / accelerator.peak_flops,
+        computed_flops / accelerator.peak_flops,
         memory_bytes / accelerator.memory_rate,
         interconnect,
         network,
@@ -110,14 +114,18 @@ def transfer_seconds(
 
 
 def product_flops(
-    config: ModelConfig, shapes: Sequence[LayerShape], tokens: float, length: int
+    config: ModelConfig,
+    shapes: Sequence[LayerShape],
+    tokens: float,
+    length: int,
+    tensor: int = 1,
 ) -> float:
     """Return the FLOPs of a training step's products over `tokens` tokens of rows of `length`.
 
     `shapes` are the layers as one device computes them. Forward, and twice that backward; head and
-    loss likewise.
+    loss likewise, for one of `tensor` parts of the tokens.
     """
-    flops = 2.0 * config.model_dim * config.vocab_size
+    flops = 2.0 * config.model_dim * config.vocab_size / tensor
     for shape in shapes:
         flops += 2 * matrix_elements(config, shape) + 2 * shape.query_dim * (length + 1)
     return 3 * flops * tokens
@@ -138,6 +146,7 @@ def memory_bytes(
     stored: int,
     first_moment_bytes: int,
     recomputed: Sequence[float],
+    tensor: int = 1,
 ) -> float:
     """Return the bytes that a device's memory reads and writes in a step, by the shapes.
 
@@ -160,5 +169,8 @@ def memory_bytes(
         moved += weights + 2 * (attention + ffn) * (3 + share) * tokens
     # Logits: float32 written, read for the partition and for the probabilities; their gradient
     # written in the compute type and read by two products.
-    loss = tokens * config.vocab_size * (12 + 6) + config.vocab_size * config.model_dim * 20 * parts
+    loss = (
+        tokens / tensor * config.vocab_size * (12 + 6)
+        + config.vocab_size * config.model_dim * 20 * parts
+    )
     return adam + accumulation + moved + loss

@@ -78,6 +78,8 @@ def planned_collectives(
 
     rows = training.global_batch_size // (mesh.row_shards * parts)
     tokens = rows * model.context_length // mesh.context
+    # Backward at its end: each device has the loss of a part of the tokens only.
+    send("all-reduce", training.dtype, ["tensor"], "activations", tokens * model.model_dim, parts)
     for shape, kind, remat in zip(layout.layers, layout.attention, remats, strict=True):
         if mesh.tensor > 1:
             # Forward at the end of each half, backward at its beginning; what was not kept again.
@@ -88,7 +90,7 @@ def planned_collectives(
             send("all-reduce", training.dtype, ["tensor"], "activations", hidden, times)
         keys = 2 * rows * model.context_length * shape.kv_dim
         if kind == "queries":
-            keys *= shape.num_query_heads // shape.num_kv_heads or 1
+            keys = keys * shape.num_query_heads // shape.num_kv_heads
         times = (1 if remat == "none" else 2) * parts
         send("all-gather", training.dtype, ["context"], "keys and values", keys, times)
         send("reduce-scatter", "float32", ["context"], "keys and values", keys, parts)
