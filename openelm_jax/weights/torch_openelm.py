@@ -136,5 +136,8 @@ def load_params(decoder: torch.nn.Module, config: ModelConfig, params: Params) -
     """Give a decoder of `torch_decoder(config)` our parameters."""
     import torch
 
-    named = to_reference(config, params, "corenet")
-    decoder.load_state_dict({name: torch.from_numpy(np.array(array)) for name, array in named})
+    left = dict(decoder.named_parameters())
+    with torch.no_grad():
+        for name, array in to_reference(config, params, "corenet"):  # one copy at a time
+            left.pop(name).copy_(torch.from_numpy(np.array(array)))
+    assert not left, f"not ours: {', '.join(left)}"
