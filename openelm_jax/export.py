@@ -5,13 +5,28 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from openelm_jax.command_line import command_parser, run
+from openelm_jax.errors import UserError
+
+if TYPE_CHECKING:
+    from openelm_jax.weights.stored import StoredWeights
 
 EXAMPLES = """
-python -m openelm_jax.export --from runs/tiny --to hf --out exports/tiny
-python -m openelm_jax.export --from runs/270m@345000 --to hf --out exports/270m --dtype bfloat16
+python -m openelm_jax.export --from runs/tiny --to hf --out exports/tiny --with-code
+python -m openelm_jax.export --from runs/270m@345000 --to mlx --quantize 4 --out exports/270m-4bit
+python -m openelm_jax.export --from hf://apple/OpenELM-1_1B --to gguf --out exports/1_1b
 """
+TARGETS = ("hf", "mlx", "gguf", "corenet", "orbax")
+# Which target takes a flag.
+TAKES = {
+    "dtype": ("hf", "mlx", "corenet"),
+    "outtype": ("gguf",),
+    "quantize": ("mlx",),
+    "group_size": ("mlx",),
+    "with_code": ("hf",),
+}
 
 
 def main(argv: list[str]) -> None:
@@ -19,29 +34,99 @@ def main(argv: list[str]) -> None:
     arguments = _parse(argv)
     out = Path(arguments.out)
 
-    from openelm_jax.weights.huggingface import write_huggingface
-    from openelm_jax.weights.huggingface_config import differing_readers
-    from openelm_jax.weights.load import load_weights
-    from openelm_jax.weights.new_directory import require_new
+    from openelm_jax.weights.load import open_weights
+    from openelm_jax.weights.model_card import write_model_card
+    from openelm_jax.weights.new_directory import new_directory, require_new
+    from openelm_jax.weights.vocabulary import cut_to_tokenizer
 
     require_new(out)
-    weights = load_weights(arguments.where, arguments.tokenizer)
-    if weights.tokenizer is None:
-        print(
-            f"warning: no tokenizer: all {weights.config.vocab_size} rows of the vocabulary are "
-            "kept, and none is copied; --tokenizer FILE gives one.",
-            file=sys.stderr,
+    with open_weights(arguments.where, arguments.tokenizer, arguments.exp) as stored:
+        for line in _warnings(arguments.to, stored):
+            _say(f"warning: {line}")
+        if arguments.to in ("hf", "mlx", "gguf"):  # the others keep the rows of training
+            stored = cut_to_tokenizer(stored)
+        with new_directory(out) as partial:
+            written_as = _write(partial, stored, arguments)
+            write_model_card(partial, stored, arguments.to, written_as)
+        _say(f"{stored.source} written to {out} ({arguments.to}, {written_as})")
+        if arguments.compare_on:
+            _compare(stored, out, Path(arguments.compare_on))
+
+
+def _write(directory: Path, stored: StoredWeights, arguments: argparse.Namespace) -> str:
+    """Write the files of a target, and return in words how the weights are stored."""
+    dtype = arguments.dtype
+    match arguments.to:
+        case "hf":
+            from openelm_jax.weights.huggingface import write_huggingface
+
+            write_huggingface(directory, stored, dtype=dtype or "bfloat16")
+            if arguments.with_code:
+                from openelm_jax.weights.torch_model import write_code
+
+                write_code(directory)
+            return dtype or "bfloat16"
+        case "mlx":
+            from openelm_jax.weights.mlx_quantized import write_mlx
+
+            bits = arguments.quantize
+            report = write_mlx(
+                directory,
+                stored,
+                dtype=dtype or "bfloat16",
+                bits=bits,
+                group_size=arguments.group_size or 64,
+            )
+            if bits is None:
+                return dtype or "bfloat16"
+            for name in report.unquantized:
+                _say(f"not quantised: {name}")
+            return f"{bits} bits, {report.bits_per_weight:.3f} a weight with scales and biases"
+        case "gguf":
+            from openelm_jax.weights.gguf_file import write_gguf
+
+            write_gguf(directory, stored, outtype=arguments.outtype or "bf16")
+            return arguments.outtype or "bf16"
+        case "corenet":
+            from openelm_jax.weights.corenet import write_corenet
+
+            write_corenet(directory, stored, dtype=dtype)
+            return dtype or "as stored"
+        case _:
+            from openelm_jax.weights.orbax import write_weights_directory
+
+            write_weights_directory(directory, stored)
+            return "as stored"
+
+
+def _warnings(target: str, stored: StoredWeights) -> list[str]:
+    from openelm_jax.weights.huggingface_config import differing_readers
+
+    lines = differing_readers(stored.config) if target in ("hf", "mlx") else []
+    if stored.tokenizer is None and target != "gguf":
+        lines.insert(
+            0,
+            f"no tokenizer: all {stored.config.vocab_size} rows of the vocabulary are kept, and "
+            "none is copied; --tokenizer FILE gives one.",
         )
-    for line in differing_readers(weights.config):
-        print(f"warning: {line}", file=sys.stderr)
-    write_huggingface(
-        out,
-        weights.config,
-        weights.params,
-        dtype=arguments.dtype,
-        tokenizer=weights.tokenizer,
+    return lines
+
+
+def _compare(stored: StoredWeights, out: Path, text: Path) -> None:
+    """Say what a text costs before and after, in nats a token."""
+    from openelm_jax.generation.text_loss import text_loss
+    from openelm_jax.weights.load import open_weights
+
+    before = text_loss(stored, text)
+    with open_weights(out) as written:
+        after = text_loss(written, text)
+    _say(
+        f"{text}: {before:.4f} nats a token as given, {after:.4f} as written ({after - before:+.4f})"
     )
-    print(f"{weights.source} written to {out} in {arguments.dtype}", file=sys.stderr)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr)
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
@@ -49,7 +134,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         "export",
         "Weights in a layout that other programs load with their own tools.",
         EXAMPLES,
-        "--from WHERE --to hf --out DIR [--FLAG VALUE ...]",
+        "--from WHERE --to FORMAT --out DIR [--FLAG VALUE ...]",
     )
     flag = parser.add_argument
     flag(
@@ -57,23 +142,47 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         dest="where",
         metavar="WHERE",
         required=True,
-        help="a run directory, RUN@STEP, or a Hugging Face or MLX directory",
+        help="a run directory, RUN@STEP, anything exported or averaged, a Hugging Face or MLX "
+        "directory, .gguf, CoreNet's .pt, hf://OWNER/NAME[@REVISION]",
     )
     flag(
         "--to",
-        choices=["hf"],
+        choices=TARGETS,
         required=True,
-        help="hf: config.json and safetensors, for Apple's code and mlx-lm",
+        help="hf: transformers, Apple's code; mlx: mlx-lm; gguf: llama.cpp; corenet: Apple's "
+        "trainer; orbax: our own",
     )
     flag("--out", metavar="DIR", required=True, help="a new directory")
     flag(
         "--dtype",
         choices=["float32", "bfloat16", "float16"],
-        default="float32",
-        help="type of the written tensors (float32)",
+        help="hf, mlx: type of the written tensors (bfloat16); corenet: (as stored)",
     )
+    flag("--outtype", choices=["f32", "f16", "bf16", "q8_0"], help="the same for gguf (bf16)")
+    flag("--quantize", type=int, choices=[4, 8], help="mlx: bits of a weight")
+    flag(
+        "--group-size",
+        type=int,
+        choices=[32, 64, 128],
+        help="mlx: weights that share a scale and a bias (64)",
+    )
+    flag("--with-code", action="store_true", help="hf: add the model's PyTorch code")
     flag("--tokenizer", metavar="FILE", help="SentencePiece file, if WHERE has none or another")
-    return parser.parse_args(argv)
+    flag("--exp", metavar="NAME", help="the experiment that a CoreNet .pt without .yaml is of")
+    flag(
+        "--compare-on",
+        metavar="FILE",
+        help="say what this text costs before and after, in nats a token",
+    )
+    arguments = parser.parse_args(argv)
+    for name, targets in TAKES.items():
+        if getattr(arguments, name) and arguments.to not in targets:
+            parser.error(f"--{name.replace('_', '-')} is for --to {' and '.join(targets)}")
+    if arguments.group_size and not arguments.quantize:
+        parser.error("--group-size says how to --quantize: give both")
+    if arguments.compare_on and not Path(arguments.compare_on).is_file():
+        raise UserError(f"--compare-on {arguments.compare_on}: there is no such file.")
+    return arguments
 
 
 if __name__ == "__main__":

@@ -358,25 +358,27 @@ def _require_row_for_padding(config: ModelConfig, pad_id: int | None) -> None:
 def _starting_weights(where: str, wanted: ModelConfig) -> Weights:
     """Return the weights in `where`, with rows added to the vocabulary of the model `wanted`."""
     from openelm_jax.model.scaling import differing_widths
-    from openelm_jax.weights.load import load_weights
+    from openelm_jax.weights.load import Weights, open_weights
+    from openelm_jax.weights.stored import read_params
     from openelm_jax.weights.vocabulary import resize_vocabulary
 
-    weights = load_weights(where)
-    differences = differing_widths(weights.config, wanted)
-    if differences:
-        raise UserError(
-            f"--from {where} is another model (field: there, here): {'; '.join(differences)}."
-        )
-    rows = weights.config.vocab_size
-    if rows > wanted.vocab_size:
-        raise UserError(
-            f"--from {where} has {rows:,} rows of vocabulary and model.vocab_size is "
-            f"{wanted.vocab_size:,}: rows are added, never cut; raise model.vocab_size to {rows}."
-        )
-    if rows < wanted.vocab_size:
-        _say(f"{where}: {wanted.vocab_size - rows:,} rows added to its vocabulary of {rows:,}")
-    config, params = resize_vocabulary(weights.config, weights.params, wanted.vocab_size)
-    return dataclasses.replace(weights, config=config, params=params)
+    with open_weights(where) as stored:
+        differences = differing_widths(stored.config, wanted)
+        if differences:
+            raise UserError(
+                f"--from {where} is another model (field: there, here): {'; '.join(differences)}."
+            )
+        rows = stored.config.vocab_size
+        if rows > wanted.vocab_size:
+            raise UserError(
+                f"--from {where} has {rows:,} rows of vocabulary and model.vocab_size is "
+                f"{wanted.vocab_size:,}: rows are added, never cut; raise model.vocab_size to "
+                f"{rows}."
+            )
+        if rows < wanted.vocab_size:
+            _say(f"{where}: {wanted.vocab_size - rows:,} rows added to its vocabulary of {rows:,}")
+        stored = resize_vocabulary(stored, wanted.vocab_size)
+        return Weights(stored.config, read_params(stored), stored.tokenizer, stored.source)
 
 
 def _samples(experiment: Experiment, params, tokenizer):

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from huggingface_directories import write_huggingface
 
 import openelm_jax
 from openelm_jax import generate as verb
@@ -24,7 +25,6 @@ from openelm_jax.generation.language_model import LanguageModel
 from openelm_jax.generation.sampling import Sampling, choose
 from openelm_jax.model.decoder import Decoder, init_params
 from openelm_jax.tokenizer import train_tokenizer
-from openelm_jax.weights.huggingface import write_huggingface
 
 CONFIG = ModelConfig(
     num_layers=2,

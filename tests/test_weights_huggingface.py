@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 import safetensors
 import safetensors.numpy
+from huggingface_directories import read_huggingface, with_rows, write_huggingface
 from small_models import random_params, tiny
 
 from openelm_jax import export
 from openelm_jax.errors import UserError
 from openelm_jax.model.decoder import init_params
 from openelm_jax.tokenizer import train_tokenizer
-from openelm_jax.weights.huggingface import read_huggingface, write_huggingface
+from openelm_jax.weights import safetensors_files
 from openelm_jax.weights.names import named_weights
 
 FIXTURE = Path(__file__).parent / "data" / "tiny-openelm"
@@ -191,7 +192,7 @@ def test_rows_without_a_token_are_cut_and_come_back_as_the_mean(tmp_path, tie_em
     config = tiny(tie_embeddings=tie_embeddings)
     params = random_params(config)
     tables = ["embedding"] if tie_embeddings else ["embedding", "head"]
-    write_huggingface(tmp_path / "export", config, params, tokenizer_vocab_size=32)
+    write_huggingface(tmp_path / "export", *with_rows(config, params, 32))
 
     cut, cut_params = read_huggingface(tmp_path / "export")
     wide, wide_params = read_huggingface(tmp_path / "export", vocab_size=40)
@@ -207,10 +208,8 @@ def test_rows_without_a_token_are_cut_and_come_back_as_the_mean(tmp_path, tie_em
 
 
 def test_a_new_row_is_less_likely_than_the_average_token():
-    from openelm_jax.weights.vocabulary import resize_vocabulary
-
     config = tiny()
-    _, wide = resize_vocabulary(config, random_params(config), 50)
+    _, wide = with_rows(config, random_params(config), 50)
 
     for seed in range(20):
         hidden_D = np.random.default_rng(seed).normal(size=64)
@@ -219,10 +218,9 @@ def test_a_new_row_is_less_likely_than_the_average_token():
 
 
 def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path):
-    with pytest.raises(UserError, match="41 pieces and the model only 40 rows"):
-        write_huggingface(
-            tmp_path / "export", tiny(), random_params(tiny()), tokenizer_vocab_size=41
-        )
+    tokenizer = train_tokenizer(["a few words to make pieces of"] * 50, 275, tmp_path / "t.model")
+    with pytest.raises(UserError, match="275 pieces and the model only 40 rows"):
+        write_huggingface(tmp_path / "export", tiny(), random_params(tiny()), tokenizer=tokenizer)
 
 
 # --- refusals ----------------------------------------------------------------------------------
@@ -327,7 +325,7 @@ def test_nothing_is_left_when_writing_fails(tmp_path, monkeypatch):
     def full(*arguments, **named):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(safetensors.numpy, "save_file", full)
+    monkeypatch.setattr(safetensors_files, "as_bytes", full)
     with pytest.raises(OSError, match="No space left"):
         write_huggingface(tmp_path / "export", tiny(), random_params(tiny()))
 

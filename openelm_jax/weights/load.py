@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,13 +12,24 @@ from openelm_jax.config import ModelConfig
 from openelm_jax.errors import UserError
 from openelm_jax.experiment_file import from_json
 from openelm_jax.tokenizer import Tokenizer, load_tokenizer
-from openelm_jax.weights.huggingface import read_huggingface
+from openelm_jax.weights.huggingface import CONFIG, open_huggingface
 from openelm_jax.weights.names import Params
-from openelm_jax.weights.orbax import latest_step, load_params, saved_steps, step_directory
+from openelm_jax.weights.orbax import (
+    is_weights_directory,
+    latest_step,
+    open_params,
+    open_weights_directory,
+    saved_steps,
+    step_directory,
+)
+from openelm_jax.weights.stored import StoredWeights, read_params
 
 ACCEPTED = (
-    "a run directory, RUN@STEP, or a Hugging Face or MLX directory (config.json and safetensors)"
+    "a run directory, RUN@STEP, a directory of `export` or `average`, a Hugging Face or MLX "
+    "directory (config.json and safetensors), a .gguf file, CoreNet's .pt with its .yaml beside it "
+    "or --exp, or hf://OWNER/NAME[@REVISION]"
 )
+TOKENIZER = "tokenizer.model"
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,31 +43,97 @@ class Weights:
     """Where they came from, for messages: `runs/tiny@500`."""
 
 
-def load_weights(where: str | Path, tokenizer_path: str | Path | None = None) -> Weights:
-    """Return what `where` holds: a run (its latest step), `RUN@STEP`, or a weights directory.
+def load_weights(
+    where: str | Path, tokenizer: str | Path | None = None, exp: str | None = None
+) -> Weights:
+    """Return all of what `open_weights` gives."""
+    with open_weights(where, tokenizer, exp) as stored:
+        return Weights(stored.config, read_params(stored), stored.tokenizer, stored.source)
 
-    `tokenizer_path` supplies or overrides the tokenizer. Raises UserError for anything else.
+
+@contextmanager
+def open_weights(
+    where: str | Path, tokenizer: str | Path | None = None, exp: str | None = None
+) -> Iterator[StoredWeights]:
+    """Give what `where` holds, a parameter at a time: whatever `--from` accepts.
+
+    `tokenizer` is a SentencePiece file that supplies or overrides the tokenizer; `exp` names the
+    experiment whose model CoreNet's file is, if no .yaml says so. Raises UserError for anything
+    else, and for a tokenizer larger than the model.
     """
-    path, step = split_step(str(where))
+    path = _local(str(where))
+    with _open(path, str(where), exp) as stored:
+        beside = _directory_of(path) / TOKENIZER
+        if tokenizer or (stored.tokenizer is None and beside.is_file()):
+            given = Path(tokenizer) if tokenizer else beside
+            read = load_tokenizer(given, model_vocab_size=stored.config.vocab_size)
+            stored = dataclasses.replace(stored, tokenizer=read)
+        yield stored
+
+
+def _local(where: str) -> str:
+    """Return where the files lie on this machine, fetched from the Hub for hf://."""
+    if not where.startswith("hf://"):
+        return where
+    from openelm_jax.weights.hub import fetch
+
+    return str(fetch(where))
+
+
+def _directory_of(where: str) -> Path:
+    path, _ = split_step(where)
+    return path if path.is_dir() else path.parent
+
+
+@contextmanager
+def _open(where: str, asked: str, exp: str | None) -> Iterator[StoredWeights]:
+    path, step = split_step(where)
     if (path / "experiment.json").is_file():
-        file = path / "experiment.json"
-        experiment = from_json(file.read_bytes(), str(file))
-        step = choose_step(path, step)
-        config, params = experiment.model, load_params(step_directory(path, step))
-        source = f"{path}@{step}"
-    elif step is None and (path / "config.json").is_file():
-        config, params = read_huggingface(path)
-        source = str(path)
-    elif not path.exists():
-        raise UserError(f"--from {where}: there is no {path}; accepted are {ACCEPTED}.")
-    else:
-        raise UserError(
-            f"--from {where}: no weights are recognised there; accepted are {ACCEPTED}."
-        )
-    beside = path / "tokenizer.model"
-    given = Path(tokenizer_path) if tokenizer_path else beside if beside.is_file() else None
-    tokenizer = load_tokenizer(given, model_vocab_size=config.vocab_size) if given else None
-    return Weights(config, params, tokenizer, source)
+        yield _open_run(path, step)
+        return
+    if step is None and is_weights_directory(path):
+        with open_weights_directory(path) as stored:
+            yield stored
+        return
+    if step is None and (path / CONFIG).is_file():
+        with open_huggingface(path) as stored:
+            yield stored
+        return
+    file = _only_file(path)
+    if file is not None and file.suffix == ".gguf":
+        from openelm_jax.weights.gguf_file import open_gguf
+
+        with open_gguf(file) as stored:
+            yield stored
+        return
+    if file is not None and file.suffix == ".pt":
+        from openelm_jax.weights.corenet import open_corenet
+
+        with open_corenet(file, exp) as stored:
+            yield stored
+        return
+    fault = f"no weights are recognised in {path}" if path.exists() else f"there is no {path}"
+    raise UserError(f"--from {asked}: {fault}; accepted are {ACCEPTED}.")
+
+
+def _open_run(run: Path, step: int | None) -> StoredWeights:
+    file = run / "experiment.json"
+    experiment = from_json(file.read_bytes(), str(file))
+    step = choose_step(run, step)
+    return StoredWeights(
+        config=experiment.model,
+        read=open_params(step_directory(run, step)),
+        source=f"{run}@{step}",
+        run=run,
+    )
+
+
+def _only_file(path: Path) -> Path | None:
+    """Return the file itself, or the one file of foreign weights that a directory holds."""
+    if path.is_file():
+        return path
+    files = [file for suffix in (".gguf", ".pt") for file in path.glob(f"*{suffix}")]
+    return files[0] if len(files) == 1 else None
 
 
 def choose_step(run: Path, step: int | None) -> int:

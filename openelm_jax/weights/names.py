@@ -19,6 +19,7 @@ from openelm_jax.errors import UserError
 from openelm_jax.model.scaling import LayerShape, layer_shapes
 
 Params = dict[str, Any]
+ParamPath = tuple[str, ...]
 Layout = Literal["corenet", "huggingface"]
 
 # Apple's Hugging Face code builds this matrix when the head is not tied, and never calls it.
@@ -29,7 +30,7 @@ UNUSED = "transformer.classifier.weight"
 class NamedWeight:
     """One parameter: where it stands in our tree, and what the reference calls it."""
 
-    path: tuple[str, ...]
+    path: ParamPath
     name: str
     shape: tuple[int, ...]
     """Ours; the reference's is the reverse where `transpose` is set."""
@@ -62,12 +63,21 @@ def named_weights(config: ModelConfig, layout: Layout = "huggingface") -> tuple[
     return tuple(weights)
 
 
+def reference_shapes(
+    config: ModelConfig, layout: Layout = "huggingface"
+) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each of the reference's tensors, in its order."""
+    return {weight.name: weight.reference_shape for weight in named_weights(config, layout)}
+
+
 def to_reference(
-    config: ModelConfig, params: Params, layout: Layout = "huggingface"
+    config: ModelConfig,
+    read: Callable[[ParamPath], np.ndarray],
+    layout: Layout = "huggingface",
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the reference's name and array, in its shape, of each parameter."""
+    """Yield the reference's name and array, in its shape, of each parameter that `read` returns."""
     for weight in named_weights(config, layout):
-        array = np.asarray(_at(params, weight.path))
+        array = read(weight.path)
         assert array.shape == weight.shape, f"{weight.path}: {array.shape}, not {weight.shape}"
         yield weight.name, array.T if weight.transpose else array
 
@@ -78,14 +88,14 @@ def from_reference(
     read: Callable[[str], np.ndarray],
     where: str,
     layout: Layout = "huggingface",
-) -> Params:
-    """Return float32 parameters from tensors given by name: their shapes, and how to read one.
+) -> Callable[[ParamPath], np.ndarray]:
+    """Return what reads a parameter by our path from tensors that `read` returns by their name.
 
-    Raises UserError naming each tensor that is missing, unexpected or of another shape; `where`
-    begins the sentence. Every check comes before the first read.
+    `shapes` has every tensor that is there. Raises UserError naming each that is missing,
+    unexpected or of another shape; `where` begins the sentence.
     """
     weights = named_weights(config, layout)
-    expected = {weight.name: weight.reference_shape for weight in weights}
+    expected = reference_shapes(config, layout)
     missing = [name for name in expected if name not in shapes]
     ignored = [] if config.tie_embeddings or layout != "huggingface" else [UNUSED]
     unexpected = [name for name in shapes if name not in expected and name not in ignored]
@@ -105,15 +115,28 @@ def from_reference(
                 f"{where}: {name} is {list(shapes[name])}, but the configuration makes it "
                 f"{list(shape)}; take weights and configuration of the same model."
             )
-    params: Params = {}
-    for weight in weights:
+    by_path = {weight.path: weight for weight in weights}
+
+    def read_ours(path: ParamPath) -> np.ndarray:
+        weight = by_path[path]
         array = read(weight.name)
-        _put(
-            params,
-            weight.path,
-            np.ascontiguousarray(array.T if weight.transpose else array, dtype=np.float32),
-        )
+        return array.T if weight.transpose else array
+
+    return read_ours
+
+
+def at(params: Params, path: ParamPath) -> Any:
+    """Return the parameter at `path` of a tree."""
+    for key in path:
+        params = params[key]
     return params
+
+
+def put(params: Params, path: ParamPath, array: Any) -> None:
+    """Set the parameter at `path` of a tree."""
+    for key in path[:-1]:
+        params = params.setdefault(key, {})
+    params[path[-1]] = array
 
 
 def _layer_weights(
@@ -154,18 +177,6 @@ def _norm_weights(
         NamedWeight(path=(*path, ours), name=f"{name}.{theirs}", shape=(width,))
         for ours, theirs in parts[: 2 if config.normalization == "layer_norm" else 1]
     ]
-
-
-def _at(params: Params, path: tuple[str, ...]) -> Any:
-    for key in path:
-        params = params[key]
-    return params
-
-
-def _put(params: Params, path: tuple[str, ...], array: np.ndarray) -> None:
-    for key in path[:-1]:
-        params = params.setdefault(key, {})
-    params[path[-1]] = array
 
 
 def _some(names: list[str], most: int = 5) -> str:

@@ -9,22 +9,27 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import orbax.checkpoint as ocp
+import tensorstore
 from orbax.checkpoint.path import atomicity
 
 from openelm_jax.errors import UserError
+from openelm_jax.weights.huggingface_config import config_from_fields, fields_of_config
+from openelm_jax.weights.json_files import read_json, write_json
+from openelm_jax.weights.names import ParamPath, Params, put
+from openelm_jax.weights.stored import StoredWeights, read_params
 
 CHECKPOINTS = "checkpoints"
 CHECKSUMS = "checksums.json"
 TEMPORARY = ".orbax-checkpoint-tmp"
 STEP_DIGITS = 6
-
-Params = dict[str, Any]
+CONFIG, TOKENIZER = "config.json", "tokenizer.model"
 
 
 class ChecksummedPath(atomicity.AtomicRenameTemporaryPath):
@@ -63,24 +68,76 @@ def latest_step(run_directory: str | Path) -> int | None:
     return next(reversed(saved_steps(run_directory)), None)
 
 
+def open_params(directory: str | Path, item: str = "params") -> Callable[[ParamPath], np.ndarray]:
+    """Return what reads a parameter of a step directory by its path, as it is stored; verified.
+
+    No device is needed, whatever devices saved them, and no more memory than the parameter takes.
+    Raises UserError naming the damaged file.
+    """
+    directory = Path(directory).absolute()
+    damage = find_damage(directory, [item])
+    if damage is not None:
+        raise UserError(f"{directory}: {damage}; use another step of the run.")
+    metadata = json.loads((directory / item / "_METADATA").read_text(encoding="utf-8"))
+    driver = "zarr3" if metadata["use_zarr3"] else "zarr"
+
+    def read(path: ParamPath) -> np.ndarray:
+        array = tensorstore.open(
+            {
+                "driver": driver,
+                "kvstore": {
+                    "driver": "ocdbt",
+                    "base": f"file://{directory / item}/",
+                    "path": f"{'.'.join(path)}/",
+                },
+            },
+            open=True,
+            read=True,
+        ).result()
+        return array.read().result()
+
+    return read
+
+
 def load_params(directory: str | Path) -> Params:
     """Return the parameters of a step directory as nested dicts of NumPy arrays, verified.
 
-    No device is needed, whatever devices saved them. Raises UserError naming the damaged file.
+    Raises UserError naming the damaged file.
     """
-    directory = Path(directory).absolute()
-    damage = find_damage(directory, ["params"])
-    if damage is not None:
-        raise UserError(f"{directory}: {damage}; use another step of the run.")
+    read = open_params(directory)
+    metadata = json.loads((Path(directory) / "params" / "_METADATA").read_text(encoding="utf-8"))
+    params: Params = {}
+    for leaf in metadata["tree_metadata"].values():
+        path = tuple(key["key"] for key in leaf["key_metadata"])
+        put(params, path, read(path))
+    return params
+
+
+def is_weights_directory(directory: Path) -> bool:
+    """Whether `write_weights_directory` made it, or was about to."""
+    return (directory / CONFIG).is_file() and (directory / "params").is_dir()
+
+
+@contextmanager
+def open_weights_directory(directory: Path) -> Iterator[StoredWeights]:
+    """Give the model in a directory that `write_weights_directory` made."""
+    config = config_from_fields(read_json(directory / CONFIG), str(directory / CONFIG))
+    yield StoredWeights(config=config, read=open_params(directory), source=str(directory))
+
+
+def write_weights_directory(directory: Path, stored: StoredWeights) -> None:
+    """Write config.json, the item `params` in its stored type, the tokenizer, and checksums."""
+    params = read_params(stored, dtype=None)
+    dtype = str(params["embedding"].dtype)
+    write_json(directory / CONFIG, fields_of_config(stored.config, dtype))
+    if stored.tokenizer is not None:
+        (directory / TOKENIZER).write_bytes(stored.tokenizer.model_bytes)
     handler = ocp.PyTreeCheckpointHandler()
     try:
-        tree = handler.metadata(directory / "params").tree
-        as_numpy = _map_leaves(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
-        return handler.restore(
-            directory / "params", args=ocp.args.PyTreeRestore(restore_args=as_numpy)
-        )
+        handler.save(directory.absolute() / "params", args=ocp.args.PyTreeSave(params))
     finally:
         handler.close()
+    write_checksums(directory)
 
 
 def load_data_position(directory: str | Path) -> dict[str, Any]:
@@ -152,9 +209,3 @@ def _render(files: dict[str, str]) -> str:
     """Return the text of `checksums.json`, which holds a checksum of itself."""
     own = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
     return json.dumps({"files": files, "sha256": own}, indent=1, sort_keys=True) + "\n"
-
-
-def _map_leaves(function: Any, tree: Any) -> Any:
-    if isinstance(tree, dict):
-        return {name: _map_leaves(function, value) for name, value in tree.items()}
-    return function(tree)

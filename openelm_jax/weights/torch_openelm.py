@@ -17,6 +17,7 @@ from openelm_jax.config import ModelConfig
 from openelm_jax.errors import UserError
 from openelm_jax.model.scaling import LayerShape, layer_shapes
 from openelm_jax.weights.names import Params, to_reference
+from openelm_jax.weights.stored import in_memory
 
 if TYPE_CHECKING:
     import torch
@@ -138,6 +139,8 @@ def load_params(decoder: torch.nn.Module, config: ModelConfig, params: Params) -
 
     left = dict(decoder.named_parameters())
     with torch.no_grad():
-        for name, array in to_reference(config, params, "corenet"):  # one copy at a time
+        for name, array in to_reference(
+            config, in_memory(config, params).read, "corenet"
+        ):  # one copy at a time
             left.pop(name).copy_(torch.from_numpy(np.array(array)))
     assert not left, f"not ours: {', '.join(left)}"

@@ -6,10 +6,10 @@ import jax
 import numpy as np
 import pytest
 import small_models
+from huggingface_directories import read_huggingface, with_rows, write_huggingface
 from small_models import random_params
 
 from openelm_jax.generation.language_model import LanguageModel
-from openelm_jax.weights.huggingface import read_huggingface, write_huggingface
 
 mx = pytest.importorskip("mlx.core")
 mlx_utils = pytest.importorskip("mlx_lm.utils")
@@ -30,7 +30,7 @@ tiny = partial(small_models.tiny, vocab_size=160)
 )
 def test_mlx_lm_computes_our_logits_from_our_export(tmp_path, config):
     params = random_params(config, std=0.125)
-    write_huggingface(tmp_path / "export", config, params, tokenizer_vocab_size=150)
+    write_huggingface(tmp_path / "export", *with_rows(config, params, 150))
 
     model, _ = mlx_utils.load_model(tmp_path / "export")
     theirs_BTV = np.array(model(mx.array(TOKENS_BT)))

@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from huggingface_directories import read_huggingface
 
 from openelm_jax.config import OptimizerConfig, TrainingConfig
 from openelm_jax.model.decoder import Decoder
 from openelm_jax.training.optimizer import learning_rate, make_optimizer
 from openelm_jax.training.state import new_state
 from openelm_jax.training.step import Batch, make_train_step
-from openelm_jax.weights.huggingface import read_huggingface
 
 DATA = Path(__file__).parents[1] / "data"
 TRAJECTORY = json.loads((DATA / "training-trajectory" / "trajectory.json").read_text())

@@ -1,0 +1,147 @@
+"""Safetensors files, one or several with an index: read and written a tensor at a time.
+
+The writer is our own, since the library's wants all tensors of a file in memory at once. A file is
+eight bytes with the length of the header, the header as JSON (each tensor's type, shape, and where
+its bytes begin and end), and the bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import ml_dtypes
+import numpy as np
+import safetensors
+
+from openelm_jax.errors import UserError
+from openelm_jax.weights.json_files import read_json, write_json
+
+CODES: dict[str, Any] = {
+    "F32": np.float32,
+    "BF16": ml_dtypes.bfloat16,
+    "F16": np.float16,
+    "U32": np.uint32,
+}
+"""The format's names of the types that we write."""
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+MAX_SHARD_BYTES = 5_000_000_000
+
+
+@dataclass(frozen=True)
+class TensorKind:
+    """Type, by its code in the format, and shape of a tensor that will be written."""
+
+    code: str
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * np.dtype(CODES[self.code]).itemsize
+
+
+@contextmanager
+def open_tensors(directory: Path) -> Iterator[dict[str, Any]]:
+    """Give lazy slices of every tensor in the directory's weight files, by name.
+
+    A slice has `get_shape()`, `get_dtype()`, and is read with `[:]`. Raises UserError for a file
+    that is missing, damaged or cut short.
+    """
+    if (directory / INDEX).is_file():
+        index = read_json(directory / INDEX)
+        names = index.get("weight_map")
+        if not isinstance(names, dict):
+            raise UserError(f"{directory / INDEX}: weight_map is missing; take the original file.")
+        files = [directory / name for name in sorted(set(names.values()))]
+    else:
+        files = [directory / WEIGHTS]
+    with ExitStack() as stack:
+        tensors: dict[str, Any] = {}
+        for file in files:
+            if not file.is_file():
+                listed = f", which {INDEX} lists," if len(files) > 1 else ""
+                raise UserError(f"{file}{listed} is missing; fetch it, or export again.")
+            try:
+                opened = stack.enter_context(safetensors.safe_open(file, "np"))
+            except safetensors.SafetensorError as fault:
+                raise UserError(
+                    f"{file} is damaged or cut short ({fault}); fetch it again."
+                ) from None
+            tensors |= {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+        yield tensors
+
+
+def write_tensors(
+    directory: Path,
+    kinds: Mapping[str, TensorKind],
+    tensors: Iterable[tuple[str, np.ndarray]],
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Write `tensors`, which come in the order of `kinds`, into one file or several with an index.
+
+    Each is cast to its kind's type.
+    """
+    shards = _shards(kinds, max_shard_bytes)
+    files = [
+        WEIGHTS if len(shards) == 1 else f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
+        for i in range(len(shards))
+    ]
+    coming = iter(tensors)
+    for file, names in zip(files, shards, strict=True):
+        with (directory / file).open("wb") as out:
+            _write_header(out, {name: kinds[name] for name in names})
+            for name in names:
+                given, array = next(coming)
+                assert given == name, f"{given} comes where {name} should"
+                assert array.shape == kinds[name].shape, f"{name}: {array.shape}"
+                out.write(as_bytes(array, CODES[kinds[name].code]))
+    assert next(coming, None) is None, "more tensors than kinds"
+    if len(files) > 1:
+        index = {
+            "metadata": {"total_size": sum(kind.num_bytes for kind in kinds.values())},
+            "weight_map": {
+                name: file for file, names in zip(files, shards, strict=True) for name in names
+            },
+        }
+        write_json(directory / INDEX, index)
+
+
+def as_bytes(array: np.ndarray, dtype: Any) -> memoryview:
+    """Return the bytes of an array in a type, row after row, without a copy where it is so."""
+    return memoryview(np.ascontiguousarray(array, dtype=dtype).view(np.uint8).reshape(-1))
+
+
+def _shards(kinds: Mapping[str, TensorKind], max_shard_bytes: int) -> list[list[str]]:
+    shards: list[list[str]] = [[]]
+    shard_bytes = 0
+    for name, kind in kinds.items():
+        if shards[-1] and shard_bytes + kind.num_bytes > max_shard_bytes:
+            shards.append([])
+            shard_bytes = 0
+        shards[-1].append(name)
+        shard_bytes += kind.num_bytes
+    return shards
+
+
+def _write_header(out: BinaryIO, kinds: Mapping[str, TensorKind]) -> None:
+    # Without the metadata some loaders refuse the file.
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for name, kind in kinds.items():
+        end = position + kind.num_bytes
+        header[name] = {
+            "dtype": kind.code,
+            "shape": list(kind.shape),
+            "data_offsets": [position, end],
+        }
+        position = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that the bytes begin at a multiple of eight
+    out.write(len(text).to_bytes(8, "little"))
+    out.write(text)
