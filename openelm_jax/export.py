@@ -121,7 +121,8 @@ def _compare(stored: StoredWeights, out: Path, text: Path) -> None:
     with open_weights(out) as written:
         after = text_loss(written, text)
     _say(
-        f"{text}: {before:.4f} nats a token as given, {after:.4f} as written ({after - before:+.4f})"
+        f"{text}: {before:.4f} nats a token as given, {after:.4f} as written "
+        f"({after - before:+.4f})"
     )
 
 

@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from small_models import random_params
 
 from openelm_jax.config import (
     CheckpointConfig,
@@ -36,7 +37,8 @@ def run(tmp_path_factory):
     train_tokenizer(lines, 300, directory / "tokenizer.model")
     checkpointer = Checkpointer(directory, CheckpointConfig())
     for step in (10, 20):
-        params = {"final_norm": {"scale": np.full(64, step, np.float32)}}
+        params = random_params(EXPERIMENT.model)
+        params["final_norm"]["scale"] = np.full(64, step, np.float32)
         checkpointer.save(step, params=params, optimizer={"step": np.array(step)}, data={})
     checkpointer.close()
     return directory
