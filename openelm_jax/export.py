@@ -34,6 +34,7 @@ def main(argv: list[str]) -> None:
     arguments = _parse(argv)
     out = Path(arguments.out)
 
+    from openelm_jax.training.run_summary import summarize_run
     from openelm_jax.weights.load import open_weights
     from openelm_jax.weights.model_card import write_model_card
     from openelm_jax.weights.new_directory import new_directory, require_new
@@ -47,7 +48,13 @@ def main(argv: list[str]) -> None:
             stored = cut_to_tokenizer(stored)
         with new_directory(out) as partial:
             written_as = _write(partial, stored, arguments)
-            write_model_card(partial, stored, arguments.to, written_as)
+            write_model_card(
+                partial,
+                stored,
+                target=arguments.to,
+                written_as=written_as,
+                run=None if stored.run is None else summarize_run(stored.run, stored.step),
+            )
         _say(f"{stored.source} written to {out} ({arguments.to}, {written_as})")
         if arguments.compare_on:
             _compare(stored, out, Path(arguments.compare_on))

@@ -125,6 +125,7 @@ def _open_run(run: Path, step: int | None) -> StoredWeights:
         read=open_params(step_directory(run, step)),
         source=f"{run}@{step}",
         run=run,
+        step=step,
     )
 
 

@@ -1,12 +1,138 @@
-"""The README.md beside exported weights."""
+"""The README.md beside exported weights: what they are, how they came to be, what they are not for."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
+from openelm_jax.config import Experiment, ModelConfig
+from openelm_jax.model.scaling import layer_parameter_count, layer_shapes, parameter_count
 from openelm_jax.weights.stored import StoredWeights
 
+USE = {
+    "hf": "It loads in mlx-lm as it is. For transformers it needs the model's code: "
+    "`AutoModelForCausalLM.from_pretrained(DIR, trust_remote_code=True)` if `modeling_openelm.py` "
+    "lies here, else export it again with `--with-code`.",
+    "mlx": '`python -m mlx_lm generate --model DIR --prompt "..."`',
+    "gguf": '`llama-cli -m DIR/model.gguf -p "..."`',
+    "corenet": "`model.pt` is what CoreNet loads, with the block of `model.yaml` in its own YAML.",
+    "orbax": "`python -m openelm_jax.generate --from DIR`; every command takes DIR.",
+}
+LIBRARY = {"hf": "transformers", "mlx": "mlx", "gguf": "gguf"}
 
-def write_model_card(directory: Path, stored: StoredWeights, target: str, written_as: str) -> None:
-    """Write what the model is, what it was trained on and how, and what it is not for."""
-    (directory / "README.md").write_text(f"# OpenELM\n\n{target}: {written_as}\n", encoding="utf-8")
+
+@dataclass(frozen=True, kw_only=True)
+class RunSummary:
+    """How the weights were trained."""
+
+    experiment: Experiment
+    step: int
+    data: tuple[str, ...]
+    """A line a source: what of it was read."""
+    validation: tuple[float, float] | None
+    """Nats a token and bits a byte of the held-out text, at this step."""
+
+
+def write_model_card(
+    directory: Path,
+    stored: StoredWeights,
+    *,
+    target: str,
+    written_as: str,
+    run: RunSummary | None = None,
+) -> None:
+    """Write the card of weights that were written for `target`, stored as `written_as` says."""
+    lines = _lines(stored, target, written_as, run)
+    (directory / "README.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _lines(
+    stored: StoredWeights, target: str, written_as: str, run: RunSummary | None
+) -> Iterator[str]:
+    config = stored.config
+    name = run.experiment.name if run else Path(stored.source).name
+    yield "---"
+    if target in LIBRARY:
+        yield f"library_name: {LIBRARY[target]}"
+    yield from ("pipeline_tag: text-generation", "tags:", "- openelm", "---", "")
+    yield from (f"# {name}", "")
+    yield from (
+        f"An OpenELM decoder of {parameter_count(config):,} parameters, written by openelm_jax from "
+        f"`{stored.source}`.",
+        "",
+        USE[target],
+        "",
+    )
+    yield from _sizes(config, written_as)
+    yield from _training(run)
+    yield from _limits()
+
+
+def _sizes(config: ModelConfig, written_as: str) -> Iterator[str]:
+    yield from ("## Sizes", "", "| | |", "| --- | --- |")
+    for what, value in {
+        "parameters": f"{parameter_count(config):,}",
+        "layers": config.num_layers,
+        "width": f"{config.model_dim:,}",
+        "head dimension": config.head_dim,
+        "vocabulary": f"{config.vocab_size:,} rows, "
+        + ("shared with the output" if config.tie_embeddings else "and as many of the output"),
+        "context": f"{config.context_length:,} tokens",
+        "stored as": written_as,
+    }.items():
+        yield f"| {what} | {value} |"
+    yield ""
+    yield "| layer | query heads | key and value heads | feed-forward | parameters |"
+    yield "| --- | --- | --- | --- | --- |"
+    for i, shape in enumerate(layer_shapes(config)):
+        parameters = layer_parameter_count(config, shape)
+        yield (
+            f"| {i} | {shape.num_query_heads} | {shape.num_kv_heads} | {shape.ffn_dim:,} | "
+            f"{parameters:,} |"
+        )
+    yield ""
+
+
+def _training(run: RunSummary | None) -> Iterator[str]:
+    yield from ("## Training", "")
+    if run is None:
+        yield from ("These weights came without the record of a run: see where they are from.", "")
+        return
+    experiment, training = run.experiment, run.experiment.training
+    optimizer = experiment.optimizer
+    tokens = run.step * training.global_batch_size * experiment.model.context_length
+    yield (
+        f"{run.step:,} of {training.steps:,} updates with {training.global_batch_size:,} rows of "
+        f"{experiment.model.context_length:,} tokens each, {tokens:,} tokens in all, computed in "
+        f"{training.dtype}. AdamW (b1 {optimizer.b1}, b2 {optimizer.b2}, weight decay "
+        f"{optimizer.weight_decay}), gradients clipped at {optimizer.clip_norm}, a learning rate of "
+        f"{optimizer.peak_lr} after {optimizer.warmup_steps:,} updates, then a cosine; z-loss "
+        f"{training.z_loss}; seed {training.seed}."
+    )
+    yield from ("", "What was read:", "", *(f"- {line}" for line in run.data), "")
+    yield from ("## Evaluation", "")
+    if run.validation is None:
+        yield "No text was held out, and nothing was measured at this step."
+    else:
+        nats, bits = run.validation
+        yield "| held-out text | nats a token | bits a byte |"
+        yield "| --- | --- | --- |"
+        yield f"| at step {run.step:,} | {nats:.4f} | {bits:.4f} |"
+    yield ""
+
+
+def _limits() -> Iterator[str]:
+    yield from (
+        "## Intended use and limits",
+        "",
+        "For research on language models, and as a start for further training. Like any model "
+        "trained on public text, it can produce what is false, harmful, biased or objectionable in "
+        "answer to a prompt, and comes without any guarantee of safety: test it thoroughly for your "
+        "use, and filter what it is given and what it gives.",
+        "",
+        "## Licence",
+        "",
+        "Not stated here: whoever publishes these weights states it, minding the licences of the "
+        "texts and of the tokenizer.",
+    )

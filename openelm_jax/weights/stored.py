@@ -31,6 +31,8 @@ class StoredWeights:
     tokenizer: Tokenizer | None = None
     run: Path | None = None
     """The run directory whose weights they are, if they are a run's."""
+    step: int | None = None
+    """The saved step of that run."""
 
 
 def in_memory(
