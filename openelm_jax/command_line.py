@@ -22,7 +22,7 @@ from openelm_jax.experiment_file import experiment_names, load_experiment
 VERBS = {
     "train": "pre-train, or continue where a run stopped",
     "generate": "text from a checkpoint",
-    "export": "weights for PyTorch, Hugging Face, MLX, ...",
+    "export": "weights for PyTorch, Hugging Face, MLX, llama.cpp, CoreNet",
     "plan": "layers, parameters and FLOPs of an experiment",
     "benchmark": "how fast, beside the targets: data",
     "data_report": "documents and tokens of a run or mixture, kept and dropped",

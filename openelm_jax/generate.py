@@ -29,7 +29,7 @@ def main(argv: list[str]) -> None:
         top_p=arguments.top_p,
         seed=arguments.seed,
     )
-    model = load(arguments.where, arguments.tokenizer)
+    model = load(arguments.where, arguments.tokenizer, exp=arguments.exp)
 
     if arguments.stream:
         for row, prompt in enumerate(prompts):
@@ -65,7 +65,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         dest="where",
         metavar="WHERE",
         required=True,
-        help="a run directory, RUN@STEP, or a Hugging Face or MLX directory",
+        help="a run directory, RUN@STEP, anything exported or averaged, a Hugging Face or MLX "
+        "directory, .gguf, CoreNet's .pt, hf://OWNER/NAME[@REVISION]",
     )
     flag("--prompt", action="append", metavar="TEXT", help="again for a batch of them")
     flag("--prompt-file", metavar="FILE", help="one prompt a line")
@@ -75,6 +76,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     flag("--top-p", type=float, default=0.95, metavar="P", help="only the top share P (0.95)")
     flag("--seed", type=int, default=0, metavar="N", help="same seed, same text (0)")
     flag("--tokenizer", metavar="FILE", help="SentencePiece file, if WHERE has none or another")
+    flag("--exp", metavar="NAME", help="the experiment that a CoreNet .pt without .yaml is of")
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--stream", action="store_true", help="print the text as it comes")
     output.add_argument("--json", action="store_true", help="one JSON object a prompt")

@@ -25,14 +25,18 @@ from openelm_jax.weights.load import load_weights
 
 
 def load(
-    where: str | Path, tokenizer: str | Path | None = None, dtype: DType | None = None
+    where: str | Path,
+    tokenizer: str | Path | None = None,
+    dtype: DType | None = None,
+    exp: str | None = None,
 ) -> LanguageModel:
     """Return the model in `where`: whatever `--from` accepts.
 
-    `tokenizer` is a SentencePiece file that supplies or overrides the model's own. Computes in
-    `dtype`, by default float32 on a CPU and bfloat16 on accelerators.
+    `tokenizer` is a SentencePiece file that supplies or overrides the model's own; `exp` names the
+    experiment that a CoreNet file is of. Computes in `dtype`, by default float32 on a CPU and
+    bfloat16 on accelerators.
     """
-    weights = load_weights(where, tokenizer)
+    weights = load_weights(where, tokenizer, exp)
     if dtype is None:
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     return LanguageModel(weights.config, weights.params, weights.tokenizer, dtype)

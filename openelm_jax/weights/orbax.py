@@ -135,6 +135,7 @@ def write_weights_directory(directory: Path, stored: StoredWeights) -> None:
     handler = ocp.PyTreeCheckpointHandler()
     try:
         handler.save(directory.absolute() / "params", args=ocp.args.PyTreeSave(params))
+        handler.finalize(directory.absolute() / "params")
     finally:
         handler.close()
     write_checksums(directory)

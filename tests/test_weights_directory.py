@@ -1,0 +1,204 @@
+"""Our own weights directory, the card beside every export, and the Hub's cache as a source."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from huggingface_directories import write_huggingface
+from small_models import random_params, tiny
+
+from openelm_jax import export
+from openelm_jax.config import (
+    CheckpointConfig,
+    Experiment,
+    ModelConfig,
+    OptimizerConfig,
+    TrainingConfig,
+)
+from openelm_jax.errors import UserError
+from openelm_jax.experiment_file import to_json
+from openelm_jax.model.scaling import parameter_count
+from openelm_jax.tokenizer import train_tokenizer
+from openelm_jax.training.checkpoint import Checkpointer
+from openelm_jax.weights.load import load_weights, open_weights
+from openelm_jax.weights.orbax import write_weights_directory
+from openelm_jax.weights.stored import in_memory, read_params
+
+LINES = [f"the {a} and the {b} are {a}{b}" for a in "abcdefgh" for b in "ijklmnop"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return train_tokenizer(LINES, 300, tmp_path_factory.mktemp("tokenizer") / "t.model")
+
+
+def bits(params):
+    return jax.tree.map(lambda x: (str(x.dtype), x.shape, x.tobytes()), params)
+
+
+# --- our own directory -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16])
+def test_every_bit_comes_back_in_its_type(tmp_path, tokenizer, dtype):
+    config = tiny(vocab_size=320, tie_embeddings=False)
+    params = jax.tree.map(lambda x: x.astype(dtype), random_params(config))
+    write_weights_directory(tmp_path, in_memory(config, params, tokenizer))
+
+    with open_weights(tmp_path) as stored:
+        assert stored.config == config
+        assert stored.tokenizer.sha256 == tokenizer.sha256
+        assert bits(read_params(stored, dtype=None)) == bits(params)
+
+
+def test_a_flipped_bit_is_named(tmp_path):
+    write_weights_directory(tmp_path, in_memory(tiny(), random_params(tiny())))
+    largest = max((tmp_path / "params").rglob("d/*"), key=lambda path: path.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 1
+    largest.write_bytes(content)
+
+    with pytest.raises(UserError, match=f"{largest.name} is damaged"):
+        load_weights(tmp_path)
+
+
+def test_one_format_to_the_other_and_back_keeps_every_bit(tmp_path, tokenizer):
+    config = tiny(vocab_size=300)
+    params = random_params(config)
+    write_huggingface(tmp_path / "hf", config, params, tokenizer=tokenizer)
+
+    export.main(f"--from {tmp_path}/hf --to orbax --out {tmp_path}/orbax".split())
+    export.main(f"--from {tmp_path}/orbax --to hf --out {tmp_path}/again --dtype float32".split())
+
+    for name in ("config.json", "model.safetensors", "tokenizer.model"):
+        first, again = ((tmp_path / where / name).read_bytes() for where in ("hf", "again"))
+        assert first == again, name
+
+
+# --- the card ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(tmp_path, tokenizer):
+    experiment = Experiment(
+        name="small",
+        model=ModelConfig(num_layers=2, model_dim=64, head_dim=16, vocab_size=320),
+        optimizer=OptimizerConfig(peak_lr=1e-3),
+        training=TrainingConfig(steps=400, global_batch_size=4),
+    )
+    directory = tmp_path / "run"
+    directory.mkdir()
+    (directory / "experiment.json").write_text(to_json(experiment))
+    (directory / "tokenizer.model").write_bytes(tokenizer.model_bytes)
+    checkpointer = Checkpointer(directory, CheckpointConfig())
+    params = random_params(experiment.model)
+    checkpointer.save(20, params=params, optimizer={"step": np.array(20)}, data={})
+    checkpointer.close()
+    figures = {"step": 20, "validation/loss": 3.25, "validation/bits_per_byte": 1.125}
+    (directory / "metrics.jsonl").write_text(json.dumps(figures) + "\n")
+    return directory
+
+
+def test_the_card_says_what_the_weights_are_and_how_they_were_trained(run, tmp_path, capsys):
+    export.main(f"--from {run} --to hf --out {tmp_path}/out".split())
+
+    card = (tmp_path / "out" / "README.md").read_text()
+    config = ModelConfig(num_layers=2, model_dim=64, head_dim=16, vocab_size=300)
+    assert f"{parameter_count(config):,} parameters" in card
+    assert "| 1 | 4 | 1 | 256 |" in card  # layer, heads, feed-forward
+    assert "20 of 400 updates" in card
+    assert "| at step 20 | 3.2500 | 1.1250 |" in card
+    assert "not known (data position" in card  # the test's run has no record of its data
+    assert "whoever publishes these weights states it" in card
+    assert f"{run}@20 written to" in capsys.readouterr().err
+
+
+def test_weights_without_a_run_say_so(tmp_path):
+    write_huggingface(tmp_path / "hf", tiny(), random_params(tiny()))
+    export.main(f"--from {tmp_path}/hf --to orbax --out {tmp_path}/out".split())
+
+    assert "without the record of a run" in (tmp_path / "out" / "README.md").read_text()
+
+
+# --- the command -------------------------------------------------------------------------------
+
+
+def test_the_loss_before_and_after_is_said_on_request(tmp_path, tokenizer, capsys):
+    config = tiny(vocab_size=300)
+    write_huggingface(tmp_path / "hf", config, random_params(config), tokenizer=tokenizer)
+    (tmp_path / "text.txt").write_text("the a and the i are ai. " * 40)
+
+    export.main(
+        f"--from {tmp_path}/hf --to hf --out {tmp_path}/out --dtype float32 "
+        f"--compare-on {tmp_path}/text.txt".split()
+    )
+
+    assert "as written (+0.0000)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--to gguf --dtype float32", "--dtype is for --to hf and mlx and corenet"),
+        ("--to hf --quantize 4", "--quantize is for --to mlx"),
+        ("--to mlx --group-size 32", "give both"),
+        ("--to orbax --with-code", "--with-code is for --to hf"),
+    ],
+)
+def test_flags_that_say_nothing_together_are_refused(capsys, flags, message):
+    with pytest.raises(SystemExit):
+        export.main(f"--from somewhere --out elsewhere {flags}".split())
+    assert message in capsys.readouterr().err
+
+
+# --- the Hub -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A cache that holds one repository, and no way to the Hub."""
+    pytest.importorskip("huggingface_hub")
+    from huggingface_hub import constants
+
+    cache, commit = tmp_path / "hub", "0123456789abcdef0123456789abcdef01234567"
+    repository = cache / "models--apple--OpenELM-270M"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    write_huggingface(repository / "snapshots" / commit, tiny(), random_params(tiny()))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+
+
+@pytest.mark.parametrize("revision", ["", "@main", "@0123456789abcdef0123456789abcdef01234567"])
+def test_the_hubs_cache_is_a_source(hub, revision):
+    weights = load_weights(f"hf://apple/OpenELM-270M{revision}")
+
+    assert weights.config == tiny()
+    assert bits(weights.params) == bits(random_params(tiny()))
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ("hf://apple/OpenELM-9B", "hf://apple/OpenELM-9B: the Hub does not give it"),
+        ("hf://apple", "the Hub's names are hf://OWNER/NAME"),
+    ],
+)
+def test_what_the_hub_does_not_have_is_one_sentence(hub, where, message):
+    with pytest.raises(UserError, match=message):
+        load_weights(where)
+
+
+def test_what_is_fetched_is_no_code_and_no_pickle():
+    from fnmatch import fnmatch
+
+    from openelm_jax.weights.hub import FILES
+
+    for file in ("modeling_openelm.py", "pytorch_model.bin", "checkpoint.pt"):
+        assert not any(fnmatch(file, pattern) for pattern in FILES)
+    for file in ("config.json", "model-00001-of-00002.safetensors", "tokenizer.model"):
+        assert any(fnmatch(file, pattern) for pattern in FILES)
