@@ -58,6 +58,9 @@ OPTIONAL = {
     "ftfy",
     "pyarrow",
     "array_record",
+    "gguf",
+    "huggingface_hub",
+    "yaml",
 }
 DEVICES = {"jax", "jaxlib", "flax", "optax", "orbax"}
 
@@ -89,7 +92,9 @@ def imported(source: str, *, on_import_only: bool = False) -> Iterator[str]:
 
 
 def modules() -> list[Path]:
-    return sorted(PACKAGE.rglob("*.py"))
+    """Every file but those that travel beside weights, where this package is not."""
+    travelling = PACKAGE / "weights" / "remote_code"
+    return sorted(path for path in PACKAGE.rglob("*.py") if path.parent != travelling)
 
 
 def part_of(path: Path) -> str:

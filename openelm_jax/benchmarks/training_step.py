@@ -55,7 +55,8 @@ def torch_step(experiment: Experiment) -> Step:
     """
     import torch
 
-    from openelm_jax.weights.torch_openelm import load_params, torch_decoder
+    from openelm_jax.weights.stored import in_memory
+    from openelm_jax.weights.torch_model import load_params, torch_model
 
     config, optimizer_config, training = (
         experiment.model,
@@ -63,8 +64,8 @@ def torch_step(experiment: Experiment) -> Step:
         experiment.training,
     )
     torch.set_num_threads(num_threads())
-    decoder = torch_decoder(config)
-    load_params(decoder, config, init_params(config, training.seed))
+    decoder = torch_model(config).train()
+    load_params(decoder, in_memory(config, init_params(config, training.seed)))
     parameters = list(decoder.parameters())
     groups: list[dict[str, Any]] = [
         {"params": [p for p in parameters if p.ndim >= 2]},
@@ -83,7 +84,7 @@ def torch_step(experiment: Experiment) -> Step:
     def step(tokens_BL: np.ndarray) -> float:
         tokens = torch.from_numpy(tokens_BL.astype(np.int64))
         with torch.autocast("cpu", torch.bfloat16, enabled=in_bfloat16):
-            logits_NV = decoder(tokens[:, :-1]).flatten(0, 1)
+            logits_NV = decoder(tokens[:, :-1], use_cache=False).logits.flatten(0, 1)
         loss = torch_loss(logits_NV, tokens[:, 1:].flatten(), training.z_loss)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()

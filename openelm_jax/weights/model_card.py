@@ -1,4 +1,4 @@
-"""The README.md beside exported weights: what they are, how they came to be, what they are not for."""
+"""The README.md beside exported weights: what they are, whence, and what they are not for."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def _lines(
     yield from ("pipeline_tag: text-generation", "tags:", "- openelm", "---", "")
     yield from (f"# {name}", "")
     yield from (
-        f"An OpenELM decoder of {parameter_count(config):,} parameters, written by openelm_jax from "
-        f"`{stored.source}`.",
+        f"An OpenELM decoder of {parameter_count(config):,} parameters, written by openelm_jax "
+        f"from `{stored.source}`.",
         "",
         USE[target],
         "",
@@ -104,11 +104,11 @@ def _training(run: RunSummary | None) -> Iterator[str]:
     tokens = run.step * training.global_batch_size * experiment.model.context_length
     yield (
         f"{run.step:,} of {training.steps:,} updates with {training.global_batch_size:,} rows of "
-        f"{experiment.model.context_length:,} tokens each, {tokens:,} tokens in all, computed in "
-        f"{training.dtype}. AdamW (b1 {optimizer.b1}, b2 {optimizer.b2}, weight decay "
-        f"{optimizer.weight_decay}), gradients clipped at {optimizer.clip_norm}, a learning rate of "
-        f"{optimizer.peak_lr} after {optimizer.warmup_steps:,} updates, then a cosine; z-loss "
-        f"{training.z_loss}; seed {training.seed}."
+        f"{experiment.model.context_length:,} tokens each, {tokens:,} tokens in all, "
+        f"computed in {training.dtype}. AdamW (b1 {optimizer.b1}, b2 {optimizer.b2}, weight decay "
+        f"{optimizer.weight_decay}), gradients clipped at {optimizer.clip_norm}, a learning "
+        f"rate of {optimizer.peak_lr} after {optimizer.warmup_steps:,} updates, then a cosine; "
+        f"z-loss {training.z_loss}; seed {training.seed}."
     )
     yield from ("", "What was read:", "", *(f"- {line}" for line in run.data), "")
     yield from ("## Evaluation", "")
@@ -127,9 +127,9 @@ def _limits() -> Iterator[str]:
         "## Intended use and limits",
         "",
         "For research on language models, and as a start for further training. Like any model "
-        "trained on public text, it can produce what is false, harmful, biased or objectionable in "
-        "answer to a prompt, and comes without any guarantee of safety: test it thoroughly for your "
-        "use, and filter what it is given and what it gives.",
+        "trained on public text, it can produce what is false, harmful, biased or objectionable "
+        "in answer to a prompt, and comes without any guarantee of safety: test it thoroughly for "
+        "your use, and filter what it is given and what it gives.",
         "",
         "## Licence",
         "",

@@ -1,0 +1,1 @@
+"""The PyTorch code that `export --with-code` copies beside weights, and that we compare with."""

@@ -1,0 +1,288 @@
+"""OpenELM for transformers: layers of their own widths, grouped queries, QK-norm, SwiGLU.
+
+Legend: B batch, T time, S keys' length, D model, N query heads, K kv heads, H head dim, F ffn,
+V vocab.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.cache_utils import DynamicCache
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+
+from .configuration_openelm import OpenELMConfig
+
+RMS_EPS = 1e-6
+ACTIVATIONS = {"swish": functional.silu, "silu": functional.silu, "gelu": functional.gelu}
+# What transformers calls the cache in what it passes and takes: one name was followed by another.
+CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
+
+
+class OpenELMRMSNorm(nn.Module):
+    """Statistics in float32, cast back, then scaled."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normal = functional.rms_norm(x.float(), x.shape[-1:], eps=RMS_EPS).type_as(x)
+        return normal * self.weight
+
+
+class OpenELMAttention(nn.Module):
+    def __init__(self, config: OpenELMConfig, layer: int):
+        super().__init__()
+        self.layer = layer
+        self.head_dim = config.head_dim
+        num_query_heads, num_kv_heads = config.num_query_heads[layer], config.num_kv_heads[layer]
+        self.num_heads = (num_query_heads, num_kv_heads, num_kv_heads)
+        self.qkv_proj = nn.Linear(
+            config.model_dim, sum(self.num_heads) * config.head_dim, bias=False
+        )
+        self.out_proj = nn.Linear(num_query_heads * config.head_dim, config.model_dim, bias=False)
+        self.has_norms = config.normalize_qk_projections
+        if self.has_norms:
+            self.q_norm = OpenELMRMSNorm(config.head_dim)
+            self.k_norm = OpenELMRMSNorm(config.head_dim)
+
+    def forward(self, x_BTD, turns, mask_B1TS, cache):
+        heads = self.qkv_proj(x_BTD).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        q_BNTH, k_BKTH, v_BKTH = heads.split(self.num_heads, dim=1)
+        if self.has_norms:
+            q_BNTH, k_BKTH = self.q_norm(q_BNTH), self.k_norm(k_BKTH)
+        q_BNTH, k_BKTH = (rotate(x, *turns).to(v_BKTH.dtype) for x in (q_BNTH, k_BKTH))
+        k_BKSH, v_BKSH = k_BKTH, v_BKTH
+        if cache is not None:
+            k_BKSH, v_BKSH = cache.update(k_BKTH, v_BKTH, self.layer)
+        mixed_BNTH = functional.scaled_dot_product_attention(
+            q_BNTH,
+            k_BKSH,
+            v_BKSH,
+            attn_mask=mask_B1TS,
+            is_causal=mask_B1TS is None,
+            enable_gqa=k_BKSH.shape[1] != q_BNTH.shape[1],
+        )
+        return self.out_proj(mixed_BNTH.transpose(1, 2).flatten(2))
+
+
+class OpenELMFeedForward(nn.Module):
+    """proj_2(activation(gate) * up), gate and up fused in that order in proj_1."""
+
+    def __init__(self, config: OpenELMConfig, layer: int):
+        super().__init__()
+        width = config.ffn_dims[layer]
+        self.has_gate = config.ffn_with_glu
+        self.activation = ACTIVATIONS[config.activation_fn_name]
+        self.proj_1 = nn.Linear(config.model_dim, (1 + self.has_gate) * width, bias=False)
+        self.proj_2 = nn.Linear(width, config.model_dim, bias=False)
+
+    def forward(self, x_BTD):
+        wide = self.proj_1(x_BTD)
+        if not self.has_gate:
+            return self.proj_2(self.activation(wide))
+        gate_BTF, up_BTF = wide.chunk(2, dim=-1)
+        return self.proj_2(self.activation(gate_BTF) * up_BTF)
+
+
+class OpenELMDecoderLayer(GradientCheckpointingLayer):
+    def __init__(self, config: OpenELMConfig, layer: int):
+        super().__init__()
+        self.attn = OpenELMAttention(config, layer)
+        self.ffn = OpenELMFeedForward(config, layer)
+        self.ffn_norm = OpenELMRMSNorm(config.model_dim)
+        self.attn_norm = OpenELMRMSNorm(config.model_dim)
+
+    def forward(self, x_BTD, turns, mask_B1TS, cache=None):
+        x_BTD = x_BTD + self.attn(self.attn_norm(x_BTD), turns, mask_B1TS, cache)
+        return x_BTD + self.ffn(self.ffn_norm(x_BTD))
+
+
+class OpenELMPreTrainedModel(PreTrainedModel):
+    config_class = OpenELMConfig
+    base_model_prefix = "transformer"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["OpenELMDecoderLayer"]  # noqa: RUF012
+    _supports_sdpa = True
+    _can_compile_fullgraph = True
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Draw as OpenELM is drawn: normal; narrower into the residual stream."""
+        width, layers = self.config.model_dim, self.config.num_transformer_layers
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=module.in_features**-0.5)
+        elif isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight, std=width**-0.5)
+        elif isinstance(module, OpenELMRMSNorm):
+            nn.init.ones_(module.weight)
+        elif isinstance(module, OpenELMDecoderLayer):
+            for linear in (module.attn.out_proj, module.ffn.proj_2):
+                nn.init.normal_(linear.weight, std=width**-0.5 * (2 * layers) ** -0.5)
+
+
+class OpenELMModel(OpenELMPreTrainedModel):
+    """Tokens to the normed last layer."""
+
+    def __init__(self, config: OpenELMConfig):
+        super().__init__(config)
+        self.token_embeddings = nn.Embedding(config.vocab_size, config.model_dim)
+        self.layers = nn.ModuleList(
+            OpenELMDecoderLayer(config, layer) for layer in range(config.num_transformer_layers)
+        )
+        self.norm = OpenELMRMSNorm(config.model_dim)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def get_input_embeddings(self):
+        return self.token_embeddings
+
+    def set_input_embeddings(self, value):
+        self.token_embeddings = value
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values=None,
+        cache=None,
+        inputs_embeds: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        **kwargs,
+    ) -> BaseModelOutputWithPast:
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give input_ids or inputs_embeds, and not both.")
+        x_BTD = self.token_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
+        cache = past_key_values if cache is None else cache
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training
+        if use_cache and cache is None:
+            cache = DynamicCache(config=self.config)
+        if not use_cache:
+            cache = None
+        past = 0 if cache is None else cache.get_seq_length()
+        slots_T = torch.arange(x_BTD.shape[1], device=x_BTD.device) + past
+        mask_B1TS = visible(slots_T, attention_mask, cache)
+        if position_ids is None:
+            position_ids = slots_T[None]
+        turns = angles(position_ids, self.config.head_dim, self.config.rope_freq_constant)
+        states = (x_BTD,)
+        for layer in self.layers:
+            x_BTD = layer(x_BTD, turns, mask_B1TS, cache)
+            states += (x_BTD,) if output_hidden_states else ()
+        x_BTD = self.norm(x_BTD)
+        return BaseModelOutputWithPast(
+            last_hidden_state=x_BTD,
+            hidden_states=(*states[:-1], x_BTD) if output_hidden_states else None,
+            **{CACHE: cache},
+        )
+
+
+class OpenELMForCausalLM(OpenELMPreTrainedModel, GenerationMixin):
+    """Tokens to logits of the next."""
+
+    _tied_weights_keys = {"lm_head.weight": "transformer.token_embeddings.weight"}  # noqa: RUF012
+    # Built and never called in untied files of other code.
+    _keys_to_ignore_on_load_unexpected = [r"transformer\.classifier\.weight"]  # noqa: RUF012
+
+    def __init__(self, config: OpenELMConfig):
+        super().__init__(config)
+        self.transformer = OpenELMModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.model_dim, config.vocab_size, bias=False)
+        self.post_init()
+
+    def get_input_embeddings(self):
+        return self.transformer.token_embeddings
+
+    def set_input_embeddings(self, value):
+        self.transformer.token_embeddings = value
+
+    def get_output_embeddings(self):
+        return self.lm_head
+
+    def set_output_embeddings(self, value):
+        self.lm_head = value
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values=None,
+        cache=None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **kwargs,
+    ) -> CausalLMOutputWithPast:
+        outputs = self.transformer(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            cache=past_key_values if cache is None else cache,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            output_hidden_states=output_hidden_states,
+        )
+        x_BTD = outputs.last_hidden_state
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits_BTV = self.lm_head(x_BTD[:, kept])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(
+                logits=logits_BTV, labels=labels, vocab_size=self.config.vocab_size, **kwargs
+            )
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits_BTV,
+            hidden_states=outputs.hidden_states,
+            **{CACHE: outputs.get(CACHE)},
+        )
+
+
+def visible(slots_T, attention_mask, cache):
+    """Return which keys [B or 1, 1, T, S] each query sees, or None where that is plainly causal.
+
+    A query always sees its own slot, so that a row of padding has no softmax over nothing.
+    """
+    if attention_mask is not None and attention_mask.ndim == 4:
+        return attention_mask  # made by generate, for a cache of fixed length
+    if attention_mask is None and cache is None:
+        return None
+    num_slots = len(slots_T) if attention_mask is None else attention_mask.shape[1]
+    if cache is not None:
+        fixed = getattr(cache.layers[0], "max_cache_len", None) if cache.layers else None
+        num_slots = fixed or cache.get_seq_length() + len(slots_T)
+    keys_S = torch.arange(num_slots, device=slots_T.device)
+    mask_B1TS = (keys_S <= slots_T[:, None])[None, None]
+    if attention_mask is not None:
+        given_BS = attention_mask[:, :num_slots].bool()
+        given_BS = functional.pad(given_BS, (0, num_slots - given_BS.shape[1]))
+        mask_B1TS = mask_B1TS & given_BS[:, None, None, :]
+        mask_B1TS = mask_B1TS | (keys_S == slots_T[:, None])[None, None]
+    return mask_B1TS
+
+
+def angles(position_ids_BT, head_dim: int, base: float):
+    """Return float32 cosine and sine [B, 1, T, H/2] of every pair's angle; there is no table."""
+    half = torch.arange(head_dim // 2, dtype=torch.float32, device=position_ids_BT.device)
+    frequency = base ** (-half / (head_dim // 2))
+    angle_B1Th = position_ids_BT[:, None, :, None].float() * frequency
+    return angle_B1Th.cos(), angle_B1Th.sin()
+
+
+def rotate(x, cos, sin):
+    """Return `x` turned, in float32: dimension i of a head and i + H/2 form a pair."""
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+__all__ = ["OpenELMForCausalLM", "OpenELMModel", "OpenELMPreTrainedModel"]
