@@ -9,11 +9,12 @@ import hashlib
 import io
 import os
 import re
+import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import sentencepiece
@@ -28,6 +29,20 @@ CHUNK_CHARS = 500
 PART_CHUNKS = 16
 _SPACES = " \u2581"  # the second is what a space is in a piece
 _SPACE_AFTER_CHARACTER = re.compile("[^\u2581]\u2581| ")
+
+
+class Piece(NamedTuple):
+    """A token: its text, with U+2581 for a space, its score, and which of the kinds below it is."""
+
+    text: str
+    score: float
+    kind: int
+
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+"""Kinds of a piece."""
+BPE = 2
+"""SentencePiece's number for models that merge pairs."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -54,7 +69,11 @@ class Tokenizer:
         return np.int32(self.bos_id).tobytes(), np.int32(self.eos_id).tobytes()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_processor"}
+        return {
+            name: value
+            for name, value in vars(self).items()
+            if name not in ("_processor", "pieces")
+        }
 
     def encode(self, text: str) -> np.ndarray:
         """Return the int32 ids of `text`, without <s> and </s>."""
@@ -78,6 +97,23 @@ class Tokenizer:
         part.append(end)
         yield _join(part)
 
+    @cached_property
+    def pieces(self) -> tuple[Piece, ...]:
+        """The pieces by id."""
+        fields = [
+            dict(protobuf_fields(value))
+            for number, value in protobuf_fields(self.model_bytes)
+            if number == 1
+        ]
+        return tuple(
+            Piece(
+                piece.get(1, b"").decode(),
+                struct.unpack("<f", piece.get(2, 0).to_bytes(4, "little"))[0],
+                piece.get(3, NORMAL),
+            )
+            for piece in fields
+        )
+
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of `ids`; <s> and </s> add nothing to it."""
         return self._processor.decode([int(i) for i in ids])
@@ -92,13 +128,24 @@ def load_tokenizer(path: str | os.PathLike, model_vocab_size: int | None = None)
     if not path.is_file():
         raise UserError(f"tokenizer {path}: there is no such file; give a SentencePiece .model.")
     try:
-        tokenizer = _from_bytes(path.read_bytes())
-    except (OSError, RuntimeError) as error:
-        raise UserError(
-            f"tokenizer {path}: not a readable SentencePiece model; give the .model file "
-            "(not tokenizer.json)."
-        ) from error
-    _check(tokenizer, path, model_vocab_size)
+        model_bytes = path.read_bytes()
+    except OSError as error:
+        raise _unreadable(path) from error
+    return tokenizer_from_bytes(model_bytes, path, model_vocab_size)
+
+
+def tokenizer_from_bytes(
+    model_bytes: bytes, where: str | Path, model_vocab_size: int | None = None
+) -> Tokenizer:
+    """Return the tokenizer that is the content of a SentencePiece file; `where` is for errors.
+
+    Raises UserError as `load_tokenizer` does.
+    """
+    try:
+        tokenizer = _from_bytes(model_bytes)
+    except RuntimeError as error:
+        raise _unreadable(where) from error
+    _check(tokenizer, where, model_vocab_size)
     return tokenizer
 
 
@@ -192,7 +239,7 @@ def _splits_at_spaces(model_bytes: bytes, processor: sentencepiece.SentencePiece
     trainer, normalizer = (dict(protobuf_fields(model.get(field, b""))) for field in (2, 3))
     pieces = [processor.id_to_piece(number) for number in range(processor.get_piece_size())]
     return (
-        trainer.get(3) == 2  # model_type: BPE
+        trainer.get(3) == BPE  # model_type
         and not trainer.get(24)  # treat_whitespace_as_suffix
         and not normalizer.get(2)  # precompiled_charsmap: the text is not normalised
         and normalizer.get(3, 1) == 1  # add_dummy_prefix
@@ -241,17 +288,24 @@ def protobuf_fields(message: bytes) -> Iterator[tuple[int, Any]]:
                 raise ValueError("no such wire type")
 
 
-def _check(tokenizer: Tokenizer, path: Path, model_vocab_size: int | None) -> None:
+def _unreadable(where: str | Path) -> UserError:
+    return UserError(
+        f"tokenizer {where}: not a readable SentencePiece model; give the .model file "
+        "(not tokenizer.json)."
+    )
+
+
+def _check(tokenizer: Tokenizer, where: str | Path, model_vocab_size: int | None) -> None:
     if tokenizer.vocab_size == 0 or len(tokenizer.encode("Hello, world 1")) == 0:
-        raise UserError(f"tokenizer {path}: it encodes text to nothing; give a complete .model.")
+        raise UserError(f"tokenizer {where}: it encodes text to nothing; give a complete .model.")
     if tokenizer.bos_id < 0 or tokenizer.eos_id < 0:
         raise UserError(
-            f"tokenizer {path}: it has no <s> or no </s>, which frame every document; "
+            f"tokenizer {where}: it has no <s> or no </s>, which frame every document; "
             "give a model with both."
         )
     if model_vocab_size is not None and tokenizer.vocab_size > model_vocab_size:
         raise UserError(
-            f"tokenizer {path}: its {tokenizer.vocab_size} pieces exceed model.vocab_size "
+            f"tokenizer {where}: its {tokenizer.vocab_size} pieces exceed model.vocab_size "
             f"{model_vocab_size}; raise model.vocab_size or give a smaller tokenizer."
         )
 

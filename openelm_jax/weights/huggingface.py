@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from openelm_jax.weights.huggingface_config import (
     config_from_fields,
     fields_of_config,
 )
+from openelm_jax.weights.huggingface_tokenizer import write_tokenizer
 from openelm_jax.weights.json_files import read_json, write_json
 from openelm_jax.weights.names import from_reference, reference_shapes, to_reference
 from openelm_jax.weights.safetensors_files import (
@@ -76,13 +78,17 @@ def write_huggingface(
         name: TensorKind(CODE_OF[dtype], shape) for name, shape in reference_shapes(config).items()
     }
     write_tensors(directory, kinds, to_reference(config, stored.read), max_shard_bytes)
+    write_json(directory / "generation_config.json", _ids(stored))
     if stored.tokenizer is not None:
-        (directory / "tokenizer.model").write_bytes(stored.tokenizer.model_bytes)
+        write_tokenizer(directory, stored.tokenizer, config)
 
 
-def _fields(config: ModelConfig, dtype: ExportDType, stored: StoredWeights) -> dict:
-    fields = fields_of_config(config, dtype)
-    if stored.tokenizer is not None:
-        ids = {"bos_token_id": stored.tokenizer.bos_id, "eos_token_id": stored.tokenizer.eos_id}
-        return fields | ids
-    return fields
+def _fields(config: ModelConfig, dtype: ExportDType, stored: StoredWeights) -> dict[str, Any]:
+    return fields_of_config(config, dtype) | _ids(stored)
+
+
+def _ids(stored: StoredWeights) -> dict[str, Any]:
+    """Return which tokens begin and end a text: LLaMA's unless a tokenizer says otherwise."""
+    tokenizer = stored.tokenizer
+    bos_id, eos_id = (1, 2) if tokenizer is None else (tokenizer.bos_id, tokenizer.eos_id)
+    return {"bos_token_id": bos_id, "eos_token_id": eos_id}

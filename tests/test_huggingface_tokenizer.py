@@ -1,0 +1,144 @@
+"""The tokenizer files beside an export make the ids of SentencePiece in transformers."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from small_models import random_params, tiny
+
+from openelm_jax.tokenizer import load_tokenizer, train_tokenizer
+from openelm_jax.weights.huggingface import write_huggingface
+from openelm_jax.weights.huggingface_tokenizer import merges_of, write_tokenizer
+from openelm_jax.weights.stored import in_memory
+
+transformers = pytest.importorskip("transformers")
+
+LLAMA_LIKE = Path(__file__).parent / "data" / "tokenizer-mistral-v1" / "tokenizer.model"
+
+TEXTS = [
+    "Hello",
+    " Hello",
+    "  Hello",
+    "",
+    " ",
+    "   ",
+    "x</s>Hello",
+    "<s>Hello",
+    "<unk> <s></s>",
+    "two  spaces   three ",
+    "a\tb\nc\r\n\n\nd",
+    "\x00a",
+    "日本語のテキスト",
+    "smile 😀👩‍👩‍👧 done",
+    "1234567890 3.14",
+    "\u2581Hello \u2581 x",
+    "<0x0A> is no newline",
+    "aaaaaaaaaaaaaaaaaaaaaaaaa",
+    "ﬁne “quotes” schön",
+]
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    """(ours, theirs) of a LLaMA-like model of 32,000 pieces and of one trained here."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    directory = tmp_path_factory.mktemp("tokenizers")
+    lines = [f"the {a} and the {b} are {a}{b} aa aaa 12" for a in "abcdefgh" for b in "ijklmnop"]
+    small = train_tokenizer(lines, 320, directory / "small.model")
+    loaded = []
+    for name, ours in (("large", load_tokenizer(LLAMA_LIKE)), ("small", small)):
+        (directory / name).mkdir()
+        write_tokenizer(directory / name, ours, tiny(vocab_size=32000))
+        (directory / name / "config.json").write_text('{"model_type": "openelm"}')
+        loaded.append((ours, transformers.AutoTokenizer.from_pretrained(directory / name)))
+    return loaded
+
+
+def assert_same(pairs, text: str) -> None:
+    for ours, theirs in pairs:
+        ids = theirs(text)["input_ids"]
+        assert ids == [ours.bos_id, *ours.encode(text).tolist()], repr(text)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_ids_are_those_of_sentencepiece_after_one_begin_token(pairs, text):
+    assert_same(pairs, text)
+
+
+def test_known_ids_of_the_llama_like_model(pairs):
+    """Literal text where a special token is spelled: `</s>` is five pieces, not one."""
+    _, theirs = pairs[0]
+    ids = theirs("x</s>", add_special_tokens=False)["input_ids"]
+    assert len(ids) > 2
+    assert theirs.eos_token_id not in ids
+
+
+@given(st.text(max_size=60))
+@example("ab aab aaab aaaab")
+@settings(max_examples=200, deadline=None)
+def test_any_text_has_the_same_ids(pairs, text):
+    if "\ud800" <= max(text, default="") <= "\udfff":
+        return
+    assert_same(pairs, text)
+
+
+@given(st.text(alphabet="abei t12", max_size=80))
+@settings(max_examples=200, deadline=None)
+def test_texts_of_few_characters_merge_in_the_same_order(pairs, text):
+    assert_same(pairs, text)
+
+
+def test_real_text_has_the_same_ids(pairs):
+    page = (Path(__file__).parent.parent / "README.md").read_text()
+    assert_same(pairs, page)
+
+
+@pytest.mark.parametrize("text", ["Hello  world", "smile 😀", "日本", "a\n\nb", "1 2 3"])
+def test_decoding_gives_the_text_back(pairs, text):
+    for ours, theirs in pairs:
+        ids = theirs(text)["input_ids"]
+        assert theirs.decode(ids, skip_special_tokens=True) == ours.decode(ids) == text
+
+
+def test_there_is_no_padding_token(pairs):
+    for _, theirs in pairs:
+        assert theirs.pad_token is None
+
+
+def test_merges_come_by_score():
+    ours = load_tokenizer(LLAMA_LIKE)
+    scores = {piece.text: piece.score for piece in ours.pieces}
+    in_order = [scores[left + right] for left, right in merges_of(ours)]
+    assert in_order == sorted(in_order, reverse=True)
+    assert len(in_order) > 31_000
+
+
+def test_a_unigram_model_is_copied_with_a_warning(tmp_path, capsys):
+    import io
+
+    import sentencepiece
+
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([f"word{i} and more words" for i in range(200)]),
+        model_writer=model,
+        model_type="unigram",
+        vocab_size=30,
+        minloglevel=3,
+    )
+    (tmp_path / "u.model").write_bytes(model.getvalue())
+    write_tokenizer(tmp_path, load_tokenizer(tmp_path / "u.model"), tiny())
+
+    assert not (tmp_path / "tokenizer.json").exists()
+    assert "no LLaMA-like BPE model" in capsys.readouterr().err
+
+
+def test_generation_begins_and_ends_with_the_tokenizers_ids(tmp_path):
+    write_huggingface(tmp_path, in_memory(tiny(), random_params(tiny())))
+    ids = json.loads((tmp_path / "generation_config.json").read_text())
+    assert ids == {"bos_token_id": 1, "eos_token_id": 2}
