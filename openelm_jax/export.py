@@ -64,31 +64,27 @@ def _write(directory: Path, stored: StoredWeights, arguments: argparse.Namespace
     """Write the files of a target, and return in words how the weights are stored."""
     dtype = arguments.dtype
     match arguments.to:
-        case "hf":
+        case "hf" | "mlx":
             from openelm_jax.weights.huggingface import write_huggingface
+            from openelm_jax.weights.mlx_quantized import Quantization
+            from openelm_jax.weights.torch_model import refuse_what_it_does_not_compute, write_code
 
-            write_huggingface(directory, stored, dtype=dtype or "bfloat16")
             if arguments.with_code:
-                from openelm_jax.weights.torch_model import write_code
-
-                write_code(directory)
-            return dtype or "bfloat16"
-        case "mlx":
-            from openelm_jax.weights.mlx_quantized import write_mlx
-
-            bits = arguments.quantize
-            report = write_mlx(
+                refuse_what_it_does_not_compute(stored.config)
+            bits, group_size = arguments.quantize, arguments.group_size or 64
+            written = write_huggingface(
                 directory,
                 stored,
                 dtype=dtype or "bfloat16",
-                bits=bits,
-                group_size=arguments.group_size or 64,
+                quantization=Quantization(bits, group_size) if bits else None,
             )
-            if bits is None:
+            if arguments.with_code:
+                write_code(directory)
+            for name in written.unquantized:
+                _say(f"not quantised, since groups of {group_size} do not divide its rows: {name}")
+            if not bits:
                 return dtype or "bfloat16"
-            for name in report.unquantized:
-                _say(f"not quantised: {name}")
-            return f"{bits} bits, {report.bits_per_weight:.3f} a weight with scales and biases"
+            return f"{bits} bits, {written.bits_per_weight:.3f} a weight with scales and biases"
         case "gguf":
             from openelm_jax.weights.gguf_file import write_gguf
 

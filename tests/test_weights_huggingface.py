@@ -238,7 +238,7 @@ def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path):
             {"normalization_layer_name": "batch_norm"},
             "normalization_layer_name is 'batch_norm'; known are rms_norm, layer_norm",
         ),
-        ({"quantization": {"bits": 4}}, "quantization is set"),
+        ({"quantization": {"bits": 4}}, "quantization is {'bits': 4}; known is MLX's affine"),
         ({"rms_norm_eps": 1e-5}, "rms_norm_eps is 1e-05; known is 1e-06"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling: this model has no such setting"),
         ({"zeta": 1, "attention_bias": False}, "attention_bias, zeta: this model has no such"),

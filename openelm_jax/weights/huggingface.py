@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from openelm_jax.config import ModelConfig
 from openelm_jax.errors import UserError
 from openelm_jax.weights.huggingface_config import (
     ExportDType,
@@ -21,6 +21,16 @@ from openelm_jax.weights.huggingface_config import (
 )
 from openelm_jax.weights.huggingface_tokenizer import write_tokenizer
 from openelm_jax.weights.json_files import read_json, write_json
+from openelm_jax.weights.mlx_quantized import (
+    Quantization,
+    bits_per_weight,
+    dequantize,
+    is_packed,
+    logical_shapes,
+    quantization_in,
+    quantized_kinds,
+    quantized_tensors,
+)
 from openelm_jax.weights.names import from_reference, reference_shapes, to_reference
 from openelm_jax.weights.safetensors_files import (
     MAX_SHARD_BYTES,
@@ -39,13 +49,17 @@ CONFIG = "config.json"
 def open_huggingface(directory: Path) -> Iterator[StoredWeights]:
     """Give the model in a directory of config.json and one weight file or several with an index.
 
-    Tensors are float32, bfloat16 or float16. Raises UserError for anything that this model is
-    not, and for each tensor missing, unexpected or misshapen.
+    Tensors are float32, bfloat16, float16, or quantised by MLX. Raises UserError for anything that
+    this model is not, and for each tensor missing, unexpected or misshapen.
     """
-    config = config_from_fields(read_json(directory / CONFIG), str(directory / CONFIG))
+    fields = read_json(directory / CONFIG)
+    config = config_from_fields(fields, str(directory / CONFIG))
+    how = quantization_in(fields, str(directory / CONFIG))
     with open_tensors(directory) as tensors:
 
         def read(name: str) -> np.ndarray:
+            if how is not None and is_packed(tensors, name):
+                return dequantize(tensors, name, how)
             if (code := tensors[name].get_dtype()) not in READABLE:
                 raise UserError(
                     f"{directory}: {name} is stored as {code}; "
@@ -54,6 +68,8 @@ def open_huggingface(directory: Path) -> Iterator[StoredWeights]:
             return tensors[name][:]
 
         shapes = {name: tuple(tensor.get_shape()) for name, tensor in tensors.items()}
+        if how is not None:
+            shapes = logical_shapes(shapes, how)
         yield StoredWeights(
             config=config,
             read=from_reference(config, shapes, read, str(directory)),
@@ -61,30 +77,43 @@ def open_huggingface(directory: Path) -> Iterator[StoredWeights]:
         )
 
 
+@dataclass(frozen=True)
+class Written:
+    """What became of the weights: bits of the file a parameter, matrices left unquantised."""
+
+    bits_per_weight: float
+    unquantized: tuple[str, ...]
+
+
 def write_huggingface(
     directory: Path,
     stored: StoredWeights,
     *,
     dtype: ExportDType = "bfloat16",
+    quantization: Quantization | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-) -> None:
+) -> Written:
     """Write config.json, weights and tokenizer that Apple's code and mlx-lm load.
 
-    Files larger than `max_shard_bytes` are split, with an index.
+    With a quantisation they are mlx-lm's only, and matrices whose rows no group divides stay in
+    `dtype`. Files larger than `max_shard_bytes` are split, with an index.
     """
-    config = stored.config
-    write_json(directory / CONFIG, _fields(config, dtype, stored))
-    kinds = {
-        name: TensorKind(CODE_OF[dtype], shape) for name, shape in reference_shapes(config).items()
-    }
-    write_tensors(directory, kinds, to_reference(config, stored.read), max_shard_bytes)
+    code, unquantized = CODE_OF[dtype], ()
+    fields = fields_of_config(stored.config, dtype) | _ids(stored)
+    if quantization is None:
+        shapes = reference_shapes(stored.config)
+        kinds = {name: TensorKind(code, shape) for name, shape in shapes.items()}
+        tensors = to_reference(stored.config, stored.read)
+    else:
+        kinds, unquantized = quantized_kinds(stored, code, quantization)
+        tensors = quantized_tensors(stored, dtype, quantization)
+        fields |= quantization.fields()
+    write_json(directory / CONFIG, fields)
     write_json(directory / "generation_config.json", _ids(stored))
+    write_tensors(directory, kinds, tensors, max_shard_bytes)
     if stored.tokenizer is not None:
-        write_tokenizer(directory, stored.tokenizer, config)
-
-
-def _fields(config: ModelConfig, dtype: ExportDType, stored: StoredWeights) -> dict[str, Any]:
-    return fields_of_config(config, dtype) | _ids(stored)
+        write_tokenizer(directory, stored.tokenizer, stored.config)
+    return Written(bits_per_weight(stored, kinds), unquantized)
 
 
 def _ids(stored: StoredWeights) -> dict[str, Any]:

@@ -65,9 +65,6 @@ def config_from_fields(fields: Mapping[str, Any], where: str) -> ModelConfig:
     """
     if fields.get("model_type", "openelm") != "openelm":
         raise UserError(f"{where}: model_type is {fields['model_type']!r}; known is openelm.")
-    for name in ("quantization", "quantization_config"):
-        if fields.get(name):
-            raise UserError(f"{where}: {name} is set; give the weights before quantisation.")
     for name, only in FIXED.items():
         if fields.get(name, only) != only:
             raise UserError(f"{where}: {name} is {fields[name]}; known is {only}.")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ CODES: dict[str, Any] = {
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5_000_000_000
+FLOAT16_MOST = 65504.0
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ def write_tensors(
 ) -> None:
     """Write `tensors`, which come in the order of `kinds`, into one file or several with an index.
 
-    Each is cast to its kind's type.
+    Each is cast to its kind's type; of one that float16 cannot hold a warning says so.
     """
     shards = _shards(kinds, max_shard_bytes)
     files = [
@@ -100,6 +102,8 @@ def write_tensors(
                 given, array = next(coming)
                 assert given == name, f"{given} comes where {name} should"
                 assert array.shape == kinds[name].shape, f"{name}: {array.shape}"
+                if kinds[name].code == "F16":
+                    warn_of_overflow(name, array)
                 out.write(as_bytes(array, CODES[kinds[name].code]))
     assert next(coming, None) is None, "more tensors than kinds"
     if len(files) > 1:
@@ -110,6 +114,17 @@ def write_tensors(
             },
         }
         write_json(directory / INDEX, index)
+
+
+def warn_of_overflow(name: str, array: np.ndarray) -> None:
+    """Say on stderr that float16 makes infinities of a tensor's largest values, if it does."""
+    most = float(np.abs(array.astype(np.float32)).max(initial=0))
+    if most > FLOAT16_MOST:
+        print(
+            f"warning: {name} reaches {most:g}, which float16 cannot hold (at most "
+            f"{FLOAT16_MOST:g}): its largest values become infinite; take bfloat16, the default.",
+            file=sys.stderr,
+        )
 
 
 def as_bytes(array: np.ndarray, dtype: Any) -> memoryview:
