@@ -53,7 +53,7 @@ def main(argv: list[str]) -> None:
                 stored,
                 target=arguments.to,
                 written_as=written_as,
-                run=None if stored.run is None else summarize_run(stored.run, stored.step),
+                run=summarize_run(*stored.saved) if stored.saved else None,
             )
         _say(f"{stored.source} written to {out} ({arguments.to}, {written_as})")
         if arguments.compare_on:

@@ -98,7 +98,8 @@ def write_huggingface(
     With a quantisation they are mlx-lm's only, and matrices whose rows no group divides stay in
     `dtype`. Files larger than `max_shard_bytes` are split, with an index.
     """
-    code, unquantized = CODE_OF[dtype], ()
+    code = CODE_OF[dtype]
+    unquantized: tuple[str, ...] = ()
     fields = fields_of_config(stored.config, dtype) | _ids(stored)
     if quantization is None:
         shapes = reference_shapes(stored.config)

@@ -124,8 +124,7 @@ def _open_run(run: Path, step: int | None) -> StoredWeights:
         config=experiment.model,
         read=open_params(step_directory(run, step)),
         source=f"{run}@{step}",
-        run=run,
-        step=step,
+        saved=(run, step),
     )
 
 

@@ -29,10 +29,8 @@ class StoredWeights:
     source: str
     """Where they are, for messages: `runs/tiny@500`."""
     tokenizer: Tokenizer | None = None
-    run: Path | None = None
-    """The run directory whose weights they are, if they are a run's."""
-    step: int | None = None
-    """The saved step of that run."""
+    saved: tuple[Path, int] | None = None
+    """The run directory and the step whose weights they are, if they are a run's."""
 
 
 def in_memory(

@@ -37,12 +37,9 @@ def torch_model(config: ModelConfig) -> OpenELMForCausalLM:
     try:
         from transformers.initialization import no_init_weights
     except ImportError:
-        try:
-            from transformers.modeling_utils import no_init_weights
-        except ImportError:
-            raise UserError(
-                "PyTorch's model needs torch and transformers: pip install 'openelm_jax[torch]'."
-            ) from None
+        raise UserError(
+            "PyTorch's model needs torch and transformers 5: pip install 'openelm_jax[torch]'."
+        ) from None
     refuse_what_it_does_not_compute(config)
     from openelm_jax.weights.remote_code.configuration_openelm import OpenELMConfig
     from openelm_jax.weights.remote_code.modeling_openelm import OpenELMForCausalLM

@@ -6,6 +6,8 @@ V vocab.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from torch.nn import functional
@@ -17,7 +19,11 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from .configuration_openelm import OpenELMConfig
 
 RMS_EPS = 1e-6
-ACTIVATIONS = {"swish": functional.silu, "silu": functional.silu, "gelu": functional.gelu}
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "swish": functional.silu,
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+}
 # What transformers calls the cache in what it passes and takes: one name was followed by another.
 CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
 
@@ -171,7 +177,7 @@ class OpenELMModel(OpenELMPreTrainedModel):
         if position_ids is None:
             position_ids = slots_T[None]
         turns = angles(position_ids, self.config.head_dim, self.config.rope_freq_constant)
-        states = (x_BTD,)
+        states: tuple[torch.Tensor, ...] = (x_BTD,)
         for layer in self.layers:
             x_BTD = layer(x_BTD, turns, mask_B1TS, cache)
             states += (x_BTD,) if output_hidden_states else ()
