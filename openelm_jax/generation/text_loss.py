@@ -40,7 +40,8 @@ def text_loss(stored: StoredWeights, text: Path) -> float:
 
     @jax.jit
     def row_loss(params: Params, tokens_1T: jax.Array, targets_1T: jax.Array) -> jax.Array:
-        log_probability_1TV = jax.nn.log_softmax(decoder.apply({"params": params}, tokens_1T))
+        logits_1TV = jnp.asarray(decoder.apply({"params": params}, tokens_1T))
+        log_probability_1TV = jax.nn.log_softmax(logits_1TV)
         chosen_1T = jnp.take_along_axis(log_probability_1TV, targets_1T[..., None], -1)[..., 0]
         return -jnp.sum(chosen_1T * (targets_1T >= 0))
 

@@ -128,7 +128,7 @@ def open_weights_directory(directory: Path) -> Iterator[StoredWeights]:
 def write_weights_directory(directory: Path, stored: StoredWeights) -> None:
     """Write config.json, the item `params` in its stored type, the tokenizer, and checksums."""
     params = read_params(stored, dtype=None)
-    dtype = str(params["embedding"].dtype)
+    dtype: Any = str(params["embedding"].dtype)
     write_json(directory / CONFIG, fields_of_config(stored.config, dtype))
     if stored.tokenizer is not None:
         (directory / TOKENIZER).write_bytes(stored.tokenizer.model_bytes)

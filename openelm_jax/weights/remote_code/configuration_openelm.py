@@ -86,13 +86,12 @@ class OpenELMConfig(PretrainedConfig):
         self.rope_max_length = rope_max_length
         self.initializer_range = initializer_range
         self.use_cache = use_cache
-        kwargs.pop("tie_word_embeddings", None)
-        super().__init__(
-            bos_token_id=bos_token_id,
-            eos_token_id=eos_token_id,
-            tie_word_embeddings=share_input_output_layers,
-            **kwargs,
-        )
+        kwargs |= {
+            "bos_token_id": bos_token_id,
+            "eos_token_id": eos_token_id,
+            "tie_word_embeddings": share_input_output_layers,
+        }
+        super().__init__(**kwargs)
         if normalization_layer_name != "rms_norm":
             raise ValueError(
                 f"normalization_layer_name is {normalization_layer_name}, not rms_norm."
