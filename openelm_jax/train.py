@@ -14,16 +14,12 @@ from collections.abc import Callable
 from contextlib import ExitStack, closing
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from openelm_jax.command_line import parse, run
 from openelm_jax.config import Experiment, ModelConfig
 from openelm_jax.errors import UserError
 from openelm_jax.training.clock import Clock
 from openelm_jax.xla_flags import set_flags
-
-if TYPE_CHECKING:
-    from openelm_jax.weights.load import Weights
 
 PURPOSE = (
     "Pre-train an experiment. The same command again goes on where the run stopped,\n"
@@ -91,6 +87,7 @@ def _train(
         open_tokenizer,
         record_run,
     )
+    from openelm_jax.training.start import read_start
     from openelm_jax.training.state import TrainState, optimizer_item, state_of
     from openelm_jax.training.validation import validate
     from openelm_jax.weights.orbax import saved_steps
@@ -120,10 +117,13 @@ def _train(
             check_run(directory, experiment)
         begun = bool(saved_steps(directory))
         start_from = (
-            None if begun or not flags.weights else _starting_weights(flags.weights, config)
+            None
+            if begun or not flags.weights
+            else read_start(flags.weights, experiment, flags.exp, say)
         )
         if is_first:
-            tokenizer, origin = open_tokenizer(directory, experiment, start_from)
+            given = None if start_from is None else start_from.weights
+            tokenizer, origin = open_tokenizer(directory, experiment, given)
             say(f"tokenizer: {tokenizer.vocab_size:,} pieces, {origin}")
     require_equal({"the saved steps": str(saved_steps(directory))})
     with all_or_none():
@@ -169,9 +169,13 @@ def _train(
         state = state_of(restored.params, restored.optimizer)
         unused = f"; --from {flags.weights} is for a new run and not used" if flags.weights else ""
         say(f"resumed at step {start:,} of {directory}{unused}")
+    elif start_from is not None and start_from.moments is not None:
+        start = start_from.step
+        state = program.state_after(start, start_from.weights.params, start_from.moments)
+        say(f"{flags.weights}: going on at step {start:,} with its moments; the data begins anew")
     else:
         start = 0
-        state = program.new_state(None if start_from is None else start_from.params)
+        state = program.new_state(None if start_from is None else start_from.weights.params)
     reweighting = restored is not None and flags.reweight
     if is_first and not reweighting:  # else when a checkpoint has these weights
         record_run(directory, experiment, data.manifest)
@@ -310,7 +314,10 @@ def _train(
 def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--run", metavar="DIR", help="run directory (runs/NAME)")
     parser.add_argument(
-        "--from", dest="weights", metavar="WHERE", help="start from these weights, at step 0"
+        "--from",
+        dest="weights",
+        metavar="WHERE",
+        help="start from these weights at step 0; CoreNet's training checkpoints go on at theirs",
     )
     parser.add_argument("--tokenizer", metavar="FILE", help="SentencePiece model")
     parser.add_argument(
@@ -353,32 +360,6 @@ def _require_row_for_padding(config: ModelConfig, pad_id: int | None) -> None:
             f"tokenizer's pieces, and model.vocab_size is {config.vocab_size}: set it to "
             f"{pad_id + 1} or more."
         )
-
-
-def _starting_weights(where: str, wanted: ModelConfig) -> Weights:
-    """Return the weights in `where`, with rows added to the vocabulary of the model `wanted`."""
-    from openelm_jax.model.scaling import differing_widths
-    from openelm_jax.weights.load import Weights, open_weights
-    from openelm_jax.weights.stored import read_params
-    from openelm_jax.weights.vocabulary import resize_vocabulary
-
-    with open_weights(where) as stored:
-        differences = differing_widths(stored.config, wanted)
-        if differences:
-            raise UserError(
-                f"--from {where} is another model (field: there, here): {'; '.join(differences)}."
-            )
-        rows = stored.config.vocab_size
-        if rows > wanted.vocab_size:
-            raise UserError(
-                f"--from {where} has {rows:,} rows of vocabulary and model.vocab_size is "
-                f"{wanted.vocab_size:,}: rows are added, never cut; raise model.vocab_size to "
-                f"{rows}."
-            )
-        if rows < wanted.vocab_size:
-            _say(f"{where}: {wanted.vocab_size - rows:,} rows added to its vocabulary of {rows:,}")
-        stored = resize_vocabulary(stored, wanted.vocab_size)
-        return Weights(stored.config, read_params(stored), stored.tokenizer, stored.source)
 
 
 def _samples(experiment: Experiment, params, tokenizer):

@@ -24,7 +24,7 @@ from openelm_jax.parallel.memory import loss_chunk_of, remats_of
 from openelm_jax.parallel.mesh import MeshShape, check_context, check_rows
 from openelm_jax.parallel.sharding import Layout, layout_on, row_sharding, state_shardings
 from openelm_jax.training.optimizer import make_optimizer
-from openelm_jax.training.state import TrainState, new_state
+from openelm_jax.training.state import Moments, TrainState, new_state, state_after
 from openelm_jax.training.step import Batch, make_train_step, make_validation_step
 
 
@@ -84,6 +84,17 @@ class Program:
         placed = jax.tree.map(_placed, params, shardings.params)
         begin = functools.partial(new_state, optimizer=self.optimizer)
         return jax.jit(begin, out_shardings=shardings, donate_argnums=0)(placed)
+
+    def state_after(self, step: int, params: Params, moments: Moments) -> TrainState:
+        """Return the state after `step` updates that another program made.
+
+        From whole arrays, the same in all processes; they are cast to the types of our states.
+        """
+        like = self.state_like()
+        state = state_after(step, params, moments, like)
+        return jax.tree.map(
+            lambda leaf, to: _placed(np.array(leaf, to.dtype), to.sharding), state, like
+        )
 
     @property
     def _whole(self) -> NamedSharding:

@@ -1,0 +1,150 @@
+"""CoreNet's `.pt` files: weights in and out, read as they lie on disk.
+
+A file of weights is a state dict of PyTorch; a training checkpoint has one inside, beside the state
+of its optimiser (`corenet_training.py`). Which model it is stands in the YAML of the run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+
+from openelm_jax.config import ModelConfig
+from openelm_jax.errors import UserError
+from openelm_jax.weights.corenet_yaml import config_beside, write_yaml
+from openelm_jax.weights.names import ParamPath, from_reference, named_weights, to_reference
+from openelm_jax.weights.stored import StoredWeights
+
+if TYPE_CHECKING:
+    import torch
+
+WEIGHTS, YAML = "model.pt", "model.yaml"
+
+
+@contextmanager
+def open_corenet(file: Path, exp: str | None = None) -> Iterator[StoredWeights]:
+    """Give the model in a file of weights or in a training checkpoint, mapped into memory.
+
+    The model is that of the .yaml of the same name or the only one beside the file, otherwise that
+    of the experiment `exp`; the rows of the vocabulary are the file's, whatever those say. Raises
+    UserError for a file that is damaged or would run code, and for tensors of another model.
+    """
+    tensors = state_dict(load_file(file), file)
+    config = config_of(file, exp, tensors)
+    yield StoredWeights(config=config, read=reader(config, tensors, str(file)), source=str(file))
+
+
+def write_corenet(directory: Path, stored: StoredWeights, *, dtype: str | None = None) -> None:
+    """Write model.pt, which CoreNet loads, and model.yaml, whose block goes into its own YAML.
+
+    The weights keep their type unless `dtype` names one. PyTorch writes a state dict in one go, so
+    the whole model is in memory, once. Raises UserError without the packages torch and PyYAML.
+    """
+    torch = _torch()
+    kind = None if dtype is None else np.dtype(dtype)
+    tensors = {
+        name: _tensor(np.array(array, dtype=kind, order="C"))
+        for name, array in to_reference(stored.config, stored.read, "corenet")
+    }
+    torch.save(tensors, directory / WEIGHTS)
+    write_yaml(directory / YAML, stored, _name(next(iter(tensors.values())).dtype))
+
+
+def load_file(file: Path) -> dict[str, Any]:
+    """Return what a file holds, its tensors mapped; only tensors and plain values are made.
+
+    Raises UserError for a file that is damaged, or whose pickle wants anything else.
+    """
+    torch = _torch()
+    try:
+        content = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    except Exception as fault:  # the unpickler of a damaged file fails in any way
+        wanted = re.search(r"GLOBAL (\S+)", str(fault))
+        if wanted is not None:
+            raise UserError(
+                f"{file} is refused: it asks for {wanted[1]}, which is no tensor and may run any "
+                "code; have it saved again as a state dict alone."
+            ) from None
+        raise UserError(
+            f"{file} is damaged, cut short, or not of PyTorch 1.6 or later; fetch it again, or "
+            "save it again with torch.save."
+        ) from None
+    if not isinstance(content, dict):
+        raise UserError(f"{file} holds a {type(content).__name__}; give a model's state dict.")
+    return content
+
+
+def state_dict(content: dict[str, Any], file: Path) -> dict[str, torch.Tensor]:
+    """Return the weights among what a file holds, by CoreNet's names; UserError if none are."""
+    torch = _torch()
+    tensors = content.get("model_state_dict", content)
+    for name, value in tensors.items():
+        if not isinstance(value, torch.Tensor):
+            raise UserError(
+                f"{file} is no model's state dict, for {name} is no tensor; give CoreNet's "
+                "checkpoint_*.pt or training_checkpoint_*.pt."
+            )
+    return tensors
+
+
+def config_of(file: Path, exp: str | None, tensors: Mapping[str, torch.Tensor]) -> ModelConfig:
+    """Return the model of a file, with as many rows of vocabulary as its embedding has."""
+    config = config_beside(file, exp)
+    names = {weight.path: weight.name for weight in named_weights(config, "corenet")}
+    table = tensors.get(names["embedding",])
+    return config if table is None else dataclasses.replace(config, vocab_size=len(table))
+
+
+def reader(
+    config: ModelConfig, tensors: Mapping[str, torch.Tensor], where: str
+) -> Callable[[ParamPath], np.ndarray]:
+    """Return what reads a tensor by the path of our parameter, of the tensors of one model.
+
+    Raises UserError, beginning with `where`, as `from_reference` does.
+    """
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    return from_reference(
+        config, shapes, lambda name: _array(tensors[name], name, where), where, "corenet"
+    )
+
+
+def _array(tensor: torch.Tensor, name: str, where: str) -> np.ndarray:
+    """Return the same memory for NumPy, which torch gives no bfloat16."""
+    torch = _torch()
+    tensor = tensor.detach()
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    if tensor.dtype not in (torch.float32, torch.float16):
+        raise UserError(
+            f"{where}: {name} is stored as {_name(tensor.dtype)}; known are float32, bfloat16, "
+            "float16."
+        )
+    return tensor.numpy()
+
+
+def _tensor(array: np.ndarray) -> torch.Tensor:
+    torch = _torch()
+    if array.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _torch() -> Any:
+    try:
+        import torch
+    except ModuleNotFoundError:
+        raise UserError(
+            "CoreNet's .pt files need the package torch; pip install 'openelm_jax[torch]'."
+        ) from None
+    return torch
