@@ -23,6 +23,7 @@ VERBS = {
     "train": "pre-train, or continue where a run stopped",
     "generate": "text from a checkpoint",
     "export": "weights for PyTorch, Hugging Face, MLX, llama.cpp, CoreNet",
+    "average": "the mean of a run's last checkpoints",
     "plan": "layers, parameters and FLOPs of an experiment",
     "benchmark": "how fast, beside the targets: data",
     "data_report": "documents and tokens of a run or mixture, kept and dropped",
