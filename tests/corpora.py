@@ -22,6 +22,15 @@ WORDS = (
     *("war", "labour", "1790", "schools", "\u2014", "\u201cliberty\u201d", "na\u00efve"),
 )
 
+FRAGMENTS = (
+    *WORDS,
+    *(" ", "  ", "   ", " " * 17, "\t", "\n", "\n\n", "\r\n", "\x00", "\x1f", "\x7f"),
+    *("\u2581", "\u2581\u2581", " \u2581", "\u2581 ", "\u00a0", "\u3000", "\u200b", "\u2028"),
+    *("\U0001f600", "\U0001f468\u200d\U0001f469", "漢字", "かな", "العربية", "e\u0301", "\u00ad"),
+    *("<s>", "</s>", "<unk>", "<0x0A>", "1790", ".", ",", "a", "I", "def f(x):", "http://a.b/c"),
+)
+"""What tokenizers stumble over."""
+
 
 def documents(count: int, seed: int = 0, words: tuple[int, int] = (5, 120)) -> list[str]:
     """Return `count` texts, all different, of `words` words each."""

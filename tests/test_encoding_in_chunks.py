@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import sentencepiece
-from corpora import WORDS, documents, tokenizer
+from corpora import FRAGMENTS, documents, tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,13 +16,6 @@ import openelm_jax.tokenizer
 from openelm_jax.tokenizer import Tokenizer, load_tokenizer
 
 MISTRAL = Path(__file__).parent / "data" / "tokenizer-mistral-v1" / "tokenizer.model"
-FRAGMENTS = (
-    *WORDS,
-    *(" ", "  ", "   ", " " * 17, "\t", "\n", "\n\n", "\r\n", "\x00", "\x1f", "\x7f"),
-    *("\u2581", "\u2581\u2581", " \u2581", "\u2581 ", "\u00a0", "\u3000", "\u200b", "\u2028"),
-    *("\U0001f600", "\U0001f468\u200d\U0001f469", "漢字", "かな", "العربية", "e\u0301", "\u00ad"),
-    *("<s>", "</s>", "<unk>", "<0x0A>", "1790", ".", ",", "a", "I", "def f(x):", "http://a.b/c"),
-)
 # "of the" is so frequent that it becomes a piece where a piece may hold a space.
 PHRASES = [text.replace("of", "of the") for text in documents(100)]
 texts = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=5), max_size=60).map("".join)

@@ -32,6 +32,7 @@ from openelm_jax.weights.vocabulary import cut_to_tokenizer
 OutType = Literal["f32", "f16", "bf16", "q8_0"]
 
 FILE = "model.gguf"
+EMBEDDING = "token_embd.weight"
 NAMES = {
     "token_embeddings": ("token_embd",),
     "norm": ("output_norm",),
@@ -64,9 +65,9 @@ def open_gguf(file: Path) -> Iterator[StoredWeights]:
     """
     header = read_header(file)
     tensors = header.tensors
-    embedding = tensors.get("token_embd.weight")
-    vocab_size = embedding.shape[0] if embedding and embedding.shape else 0
-    config = config_of(header.metadata, vocab_size, str(file))
+    if EMBEDDING not in tensors:
+        raise UserError(f"{file}: {EMBEDDING} is missing; take the complete file of a model.")
+    config = config_of(header.metadata, tensors[EMBEDDING].shape[0], str(file))
     if missing := what_llama_cpp_lacks(config):
         raise UserError(
             f"{file}: {CONFIG_KEY} describes a model with {' and '.join(missing)}, which no GGUF "
@@ -78,7 +79,8 @@ def open_gguf(file: Path) -> Iterator[StoredWeights]:
         raise damaged(file, f"it has {header.content.size} bytes of {end}")
 
     def read_one(name: str) -> np.ndarray:
-        return _values(header.content[tensors[name].start : ends[name]], tensors[name])
+        content = header.content[tensors[name].start : ends[name]]
+        return _values(content, tensors[name], f"{file}: {name}")
 
     parts = {weight.path: (weight, names) for weight, names in _tensor_names(config)}
 
@@ -125,6 +127,7 @@ def write_gguf(directory: Path, stored: StoredWeights, *, outtype: OutType = "bf
             qtype = gguf.GGMLQuantizationType(NUMBER[kind])
             num_bytes = _num_bytes(StoredTensor(qtype.value, shape, 0), name, directory / FILE)
             writer.add_tensor_info(name, shape, np.dtype(np.float32), num_bytes, qtype)
+    writer.add_size_label(gguf.size_label(*writer.get_total_parameter_count()))
     _add_metadata(writer, stored, outtype)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -249,10 +252,10 @@ def _num_bytes(tensor: StoredTensor, name: str, file: Path) -> int:
     return math.prod(tensor.shape) // block * block_bytes
 
 
-def _values(content: np.ndarray, tensor: StoredTensor) -> np.ndarray:
-    """Return the values of a tensor from its bytes, a view of them where nothing is quantised."""
+def _values(content: np.ndarray, tensor: StoredTensor, where: str) -> np.ndarray:
     if tensor.kind in PLAIN:
-        return content.view(PLAIN[tensor.kind]).reshape(tensor.shape)
+        # A copy: the file may be replaced while the values are in use.
+        return np.array(content.view(PLAIN[tensor.kind]).reshape(tensor.shape))
     gguf = _package()
     kind = gguf.GGMLQuantizationType(tensor.kind)
     try:
@@ -260,7 +263,7 @@ def _values(content: np.ndarray, tensor: StoredTensor) -> np.ndarray:
         return gguf.quants.dequantize(rows, kind).reshape(tensor.shape)
     except NotImplementedError:
         raise UserError(
-            f"a tensor is quantised as {kind.name}, which the package gguf cannot read; give the "
+            f"{where} is stored as {kind.name}, which the package gguf cannot read; give the "
             "model as bf16 or q8_0."
         ) from None
 

@@ -102,6 +102,8 @@ def _parse(content: np.ndarray) -> Header:
     if not isinstance(alignment, int) or alignment < 1:
         raise ValueError(f"its alignment is {alignment}")
     start = -(-position // alignment) * alignment
+    if not all(shape for _, shape, _, _ in found):
+        raise ValueError("it has a tensor without a shape")
     tensors = {name: StoredTensor(kind, shape, start + at) for name, shape, kind, at in found}
     if len(tensors) < num_tensors:
         raise ValueError("it has two tensors of a name")
