@@ -126,13 +126,16 @@ def open_weights_directory(directory: Path) -> Iterator[StoredWeights]:
 
 
 def write_weights_directory(directory: Path, stored: StoredWeights) -> None:
-    """Write config.json, the item `params` in its stored type, the tokenizer, and checksums."""
+    """Write config.json, the item `params` in its stored type, the tokenizer, and checksums.
+
+    Orbax holds back what it writes until all is there: twice the model's size of memory.
+    """
     params = read_params(stored, dtype=None)
     dtype: Any = str(params["embedding"].dtype)
     write_json(directory / CONFIG, fields_of_config(stored.config, dtype))
     if stored.tokenizer is not None:
         (directory / TOKENIZER).write_bytes(stored.tokenizer.model_bytes)
-    handler = ocp.PyTreeCheckpointHandler()
+    handler = ocp.PyTreeCheckpointHandler(use_compression=False)  # which would hold a third
     try:
         handler.save(directory.absolute() / "params", args=ocp.args.PyTreeSave(params))
         handler.finalize(directory.absolute() / "params")
