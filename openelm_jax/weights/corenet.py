@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,8 +19,9 @@ import numpy as np
 
 from openelm_jax.config import ModelConfig
 from openelm_jax.errors import UserError
-from openelm_jax.weights.corenet_yaml import config_beside, write_yaml
+from openelm_jax.weights.corenet_yaml import MODELS, config_beside, corenet_name, write_yaml
 from openelm_jax.weights.names import ParamPath, from_reference, named_weights, to_reference
+from openelm_jax.weights.safetensors_files import warn_of_overflow
 from openelm_jax.weights.stored import StoredWeights
 
 if TYPE_CHECKING:
@@ -44,17 +46,25 @@ def open_corenet(file: Path, exp: str | None = None) -> Iterator[StoredWeights]:
 def write_corenet(directory: Path, stored: StoredWeights, *, dtype: str | None = None) -> None:
     """Write model.pt, which CoreNet loads, and model.yaml, whose block goes into its own YAML.
 
-    The weights keep their type unless `dtype` names one. PyTorch writes a state dict in one go, so
-    the whole model is in memory, once. Raises UserError without the packages torch and PyYAML.
+    The weights keep their type unless `dtype` names one; of one that float16 cannot hold a warning
+    says so, and another of a model that CoreNet cannot build. PyTorch writes a state dict in one
+    go, so the whole model is in memory, once. Raises UserError without torch and PyYAML.
     """
     torch = _torch()
-    kind = None if dtype is None else np.dtype(dtype)
-    tensors = {
-        name: _tensor(np.array(array, dtype=kind, order="C"))
-        for name, array in to_reference(stored.config, stored.read, "corenet")
-    }
-    torch.save(tensors, directory / WEIGHTS)
+    if corenet_name(stored.config) is None:
+        print(
+            f"warning: CoreNet cannot build this model: it has names for {', '.join(MODELS)}, and "
+            f"{YAML} describes it for this program alone.",
+            file=sys.stderr,
+        )
+    tensors = {}
+    for name, array in to_reference(stored.config, stored.read, "corenet"):
+        if dtype == "float16":
+            warn_of_overflow(name, array)
+        with np.errstate(over="ignore"):
+            tensors[name] = _tensor(np.array(array, dtype=dtype or array.dtype, order="C"))
     write_yaml(directory / YAML, stored, _name(next(iter(tensors.values())).dtype))
+    torch.save(tensors, directory / WEIGHTS)
 
 
 def load_file(file: Path) -> dict[str, Any]:
