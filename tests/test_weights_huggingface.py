@@ -276,6 +276,13 @@ def test_a_tensor_of_another_shape_is_named(damaged):
         read_huggingface(directory)
 
 
+def test_another_vocabulary_than_the_configuration_s_is_named(damaged):
+    rows = read_huggingface(FIXTURE)[0].vocab_size
+
+    with pytest.raises(UserError, match=rf"token_embeddings.weight is \[{rows}, 64\], .*32000, 64"):
+        read_huggingface(damaged(fields={"vocab_size": 32000}))
+
+
 def test_a_tensor_of_another_type_is_named(damaged):
     name = "transformer.norm.weight"
     directory = damaged(tensors={name: np.ones(64, np.int32)})
@@ -319,6 +326,15 @@ def test_a_directory_that_holds_something_is_left_alone(tmp_path):
         write_huggingface(tmp_path / "export", tiny(), random_params(tiny()))
 
     assert [path.name for path in (tmp_path / "export").iterdir()] == ["notes.txt"]
+
+
+def test_a_file_in_the_way_is_left_alone(tmp_path):
+    (tmp_path / "export").write_text("mine")
+
+    with pytest.raises(UserError, match="export is a file"):
+        write_huggingface(tmp_path / "export", tiny(), random_params(tiny()))
+
+    assert (tmp_path / "export").read_text() == "mine"
 
 
 def test_nothing_is_left_when_writing_fails(tmp_path, monkeypatch):
@@ -369,6 +385,18 @@ def test_export_says_what_it_could_not_do(tmp_path, capsys):
     assert "no tokenizer: all 40 rows" in warnings
     assert "mlx-lm computes swish, not gelu" in warnings
     assert "mlx-lm loads no feed-forward without a gate" in warnings
+
+
+@pytest.mark.parametrize(("dtype", "warned"), [("float16", True), ("bfloat16", False)])
+def test_export_names_what_float16_cannot_hold(tmp_path, capsys, dtype, warned):
+    params = random_params(tiny())
+    params["layers_2"]["ffn"]["up"][5, 7] = -66_000.0
+    write_huggingface(tmp_path / "first", tiny(), params)
+
+    export.main(f"--from {tmp_path}/first --to hf --out {tmp_path}/out --dtype {dtype}".split())
+
+    name = "transformer.layers.2.ffn.proj_1.weight"
+    assert (f"{name} reaches 66000, which float16" in capsys.readouterr().err) == warned
 
 
 def test_export_refuses_before_it_loads(tmp_path):

@@ -129,7 +129,8 @@ def warn_of_overflow(name: str, array: np.ndarray) -> None:
 
 def as_bytes(array: np.ndarray, dtype: Any) -> memoryview:
     """Return the bytes of an array in a type, row after row, without a copy where it is so."""
-    return np.ascontiguousarray(array, dtype=dtype).view(np.uint8).reshape(-1).data
+    with np.errstate(over="ignore"):  # `warn_of_overflow` says it, with the tensor's name
+        return np.ascontiguousarray(array, dtype=dtype).view(np.uint8).reshape(-1).data
 
 
 def _shards(kinds: Mapping[str, TensorKind], max_shard_bytes: int) -> list[list[str]]:
