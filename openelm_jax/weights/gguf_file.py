@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -74,13 +74,15 @@ def open_gguf(file: Path) -> Iterator[StoredWeights]:
             "holds; export it again."
         )
     _check(file, config, tensors)
-    ends = {name: tensor.start + _num_bytes(tensor, name, file) for name, tensor in tensors.items()}
-    if (end := max(ends.values())) > header.content.size:
-        raise damaged(file, f"it has {header.content.size} bytes of {end}")
+    sizes = {name: _num_bytes(tensor, name, file) for name, tensor in tensors.items()}
+    end = max(tensors[name].start + size for name, size in sizes.items())
+    if end > header.file_bytes:
+        raise damaged(file, f"it has {header.file_bytes} bytes of {end}")
 
     def read_one(name: str) -> np.ndarray:
-        content = header.content[tensors[name].start : ends[name]]
-        return _values(content, tensors[name], f"{file}: {name}")
+        tensor = tensors[name]
+        content = np.fromfile(file, np.uint8, sizes[name], offset=tensor.start)
+        return _values(content, tensor, f"{file}: {name}")
 
     parts = {weight.path: (weight, names) for weight, names in _tensor_names(config)}
 
@@ -118,26 +120,25 @@ def write_gguf(directory: Path, stored: StoredWeights, *, outtype: OutType = "bf
         )
     stored = cut_to_tokenizer(stored)
     gguf = _package()
-    writer = gguf.GGUFWriter(directory / FILE, ARCHITECTURE)
     kinds = {}
-    for weight, names in _tensor_names(stored.config):
-        for name in names:
-            shape = _shape(weight, names)
-            kinds[name] = kind = _kind(name, shape, outtype)
-            qtype = gguf.GGMLQuantizationType(NUMBER[kind])
-            num_bytes = _num_bytes(StoredTensor(qtype.value, shape, 0), name, directory / FILE)
-            writer.add_tensor_info(name, shape, np.dtype(np.float32), num_bytes, qtype)
-    writer.add_size_label(gguf.size_label(*writer.get_total_parameter_count()))
-    _add_metadata(writer, stored, outtype)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    for weight, names in _tensor_names(stored.config):
-        array = stored.read(weight.path)
-        rows = np.split(array.T if weight.transpose else array, len(names))
-        for name, part in zip(names, rows, strict=True):
-            writer.write_tensor_data(_encode(part, kinds[name], name))
-    writer.close()
+    with closing(gguf.GGUFWriter(directory / FILE, ARCHITECTURE)) as writer:
+        for weight, names in _tensor_names(stored.config):
+            for name in names:
+                shape = _shape(weight, names)
+                kinds[name] = kind = _kind(name, shape, outtype)
+                qtype = gguf.GGMLQuantizationType(NUMBER[kind])
+                size = _num_bytes(StoredTensor(qtype.value, shape, 0), name, directory / FILE)
+                writer.add_tensor_info(name, shape, np.dtype(np.float32), size, qtype)
+        writer.add_size_label(gguf.size_label(*writer.get_total_parameter_count()))
+        _add_metadata(writer, stored, outtype)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for weight, names in _tensor_names(stored.config):
+            array = stored.read(weight.path)
+            rows = np.split(array.T if weight.transpose else array, len(names))
+            for name, part in zip(names, rows, strict=True):
+                writer.write_tensor_data(_encode(part, kinds[name], name))
 
 
 def _add_metadata(writer: Any, stored: StoredWeights, outtype: OutType) -> None:
@@ -254,8 +255,7 @@ def _num_bytes(tensor: StoredTensor, name: str, file: Path) -> int:
 
 def _values(content: np.ndarray, tensor: StoredTensor, where: str) -> np.ndarray:
     if tensor.kind in PLAIN:
-        # A copy: the file may be replaced while the values are in use.
-        return np.array(content.view(PLAIN[tensor.kind]).reshape(tensor.shape))
+        return content.view(PLAIN[tensor.kind]).reshape(tensor.shape)
     gguf = _package()
     kind = gguf.GGMLQuantizationType(tensor.kind)
     try:

@@ -33,11 +33,11 @@ class StoredTensor:
 
 @dataclass(frozen=True, eq=False)
 class Header:
-    """Metadata by key, tensors by name, and the whole file, mapped into memory."""
+    """Metadata by key, tensors by name, and the bytes of the whole file."""
 
     metadata: dict[str, Any]
     tensors: dict[str, StoredTensor]
-    content: np.ndarray
+    file_bytes: int
 
 
 def read_header(file: Path) -> Header:
@@ -107,4 +107,4 @@ def _parse(content: np.ndarray) -> Header:
     tensors = {name: StoredTensor(kind, shape, start + at) for name, shape, kind, at in found}
     if len(tensors) < num_tensors:
         raise ValueError("it has two tensors of a name")
-    return Header(metadata, tensors, content)
+    return Header(metadata, tensors, content.size)
