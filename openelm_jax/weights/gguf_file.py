@@ -26,6 +26,7 @@ from openelm_jax.weights.gguf_config import (
 from openelm_jax.weights.gguf_header import StoredTensor, damaged, read_header
 from openelm_jax.weights.gguf_vocabulary import tokenizer_of, vocabulary_of
 from openelm_jax.weights.names import NamedWeight, ParamPath, named_weights
+from openelm_jax.weights.safetensors_files import warn_of_overflow
 from openelm_jax.weights.stored import StoredWeights
 from openelm_jax.weights.vocabulary import cut_to_tokenizer
 
@@ -52,7 +53,6 @@ PLAIN: dict[int, Any] = {0: np.float32, 1: np.float16, 30: ml_dtypes.bfloat16}
 NUMBER = {"f32": 0, "f16": 1, "q8_0": 8, "bf16": 30}
 FILE_TYPE = {"f32": 0, "f16": 1, "q8_0": 7, "bf16": 32}
 Q8_0_BLOCK = 32
-LARGEST_FLOAT16 = 65504
 
 
 @contextmanager
@@ -222,12 +222,7 @@ def _kind(name: str, shape: tuple[int, ...], outtype: OutType) -> OutType:
 
 def _encode(array: np.ndarray, kind: OutType, name: str) -> np.ndarray:
     if kind == "f16":
-        largest = max(float(array.max()), -float(array.min()))
-        if largest > LARGEST_FLOAT16:
-            _warn(
-                f"{name} has {largest:g}, and the largest float16 is {LARGEST_FLOAT16}: "
-                "take --outtype bf16."
-            )
+        warn_of_overflow(name, array)
     if kind == "q8_0":
         gguf = _package()
         return gguf.quants.quantize(
