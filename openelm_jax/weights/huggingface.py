@@ -27,6 +27,7 @@ from openelm_jax.weights.mlx_quantized import (
     dequantize,
     is_packed,
     logical_shapes,
+    parts_of,
     quantization_in,
     quantized_kinds,
     quantized_tensors,
@@ -57,9 +58,7 @@ def open_huggingface(directory: Path) -> Iterator[StoredWeights]:
     how = quantization_in(fields, str(directory / CONFIG))
     with open_tensors(directory) as tensors:
 
-        def read(name: str) -> np.ndarray:
-            if how is not None and is_packed(tensors, name):
-                return dequantize(tensors, name, how)
+        def read_plain(name: str) -> np.ndarray:
             if (code := tensors[name].get_dtype()) not in READABLE:
                 raise UserError(
                     f"{directory}: {name} is stored as {code}; "
@@ -67,9 +66,15 @@ def open_huggingface(directory: Path) -> Iterator[StoredWeights]:
                 )
             return tensors[name][:]
 
+        def read(name: str) -> np.ndarray:
+            if how is None or not is_packed(tensors[name]):
+                return read_plain(name)
+            scales, biases = (read_plain(part) for part in parts_of(name))
+            return dequantize(tensors[name][:], scales, biases, how)
+
         shapes = {name: tuple(tensor.get_shape()) for name, tensor in tensors.items()}
         if how is not None:
-            shapes = logical_shapes(shapes, how)
+            shapes = logical_shapes(tensors, how, str(directory))
         yield StoredWeights(
             config=config,
             read=from_reference(config, shapes, read, str(directory)),

@@ -18,8 +18,8 @@ READ = {
     "activation_fn_name", "ffn_dim_divisor", "ffn_multipliers", "ffn_with_glu", "head_dim",
     "max_context_length", "model_dim", "model_type", "normalization_layer_name",
     "normalize_qk_projections", "num_gqa_groups", "num_kv_heads", "num_query_heads",
-    "num_transformer_layers", "qkv_multipliers", "quantization", "quantization_config",
-    "rope_freq_constant", "share_input_output_layers", "vocab_size",
+    "num_transformer_layers", "qkv_multipliers", "quantization", "rope_freq_constant",
+    "share_input_output_layers", "vocab_size",
 }  # fmt: skip
 """Fields that say which model it is."""
 
@@ -33,9 +33,10 @@ FIXED = {
 
 REPEATED = {
     "num_hidden_layers": "num_transformer_layers",
+    "quantization_config": "quantization",
     "tie_word_embeddings": "share_input_output_layers",
 }
-"""Fields that transformers may add, and those of this layout that say the same."""
+"""Fields that other programs may add, and those of this layout that say the same."""
 
 INERT = {
     "_attn_implementation", "_attn_implementation_autoset", "_commit_hash", "_name_or_path",

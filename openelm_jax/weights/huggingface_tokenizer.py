@@ -16,6 +16,7 @@ from openelm_jax.tokenizer import (
     BYTE,
     NORMAL,
     UNKNOWN,
+    UNUSED,
     USER_DEFINED,
     Tokenizer,
     protobuf_fields,
@@ -34,7 +35,7 @@ def write_tokenizer(directory: Path, tokenizer: Tokenizer, config: ModelConfig) 
     (directory / "tokenizer.model").write_bytes(tokenizer.model_bytes)
     if not is_expressible(tokenizer):
         print(
-            "warning: the tokenizer is no LLaMA-like BPE model (it normalises text, or is a "
+            "warning: the tokenizer is no LLaMA-like BPE model (it normalises text, say, or is a "
             "unigram model): only tokenizer.model is written, and no tokenizer.json.",
             file=sys.stderr,
         )
@@ -64,11 +65,12 @@ def is_expressible(tokenizer: Tokenizer) -> bool:
     return (
         trainer.get(3) == BPE
         and bool(trainer.get(35))  # byte_fallback
+        and not trainer.get(24)  # treat_whitespace_as_suffix
         and not normalizer.get(2)  # precompiled_charsmap
         and normalizer.get(3, 1) == 1  # add_dummy_prefix
         and normalizer.get(4, 1) == 0  # remove_extra_whitespaces
         and normalizer.get(5, 1) == 1  # escape_whitespaces
-        and not any(piece.kind == USER_DEFINED for piece in tokenizer.pieces)
+        and not any(piece.kind in (USER_DEFINED, UNUSED) for piece in tokenizer.pieces)
     )
 
 

@@ -17,7 +17,7 @@ from openelm_jax.errors import UserError
 from openelm_jax.model.scaling import parameter_count
 from openelm_jax.weights.huggingface_config import ExportDType
 from openelm_jax.weights.names import named_weights, to_reference
-from openelm_jax.weights.safetensors_files import TensorKind
+from openelm_jax.weights.safetensors_files import TensorKind, warn_of_overflow
 from openelm_jax.weights.stored import StoredWeights
 
 WORD_BITS = 32
@@ -69,10 +69,9 @@ def quantized_kinds(
             left += [weight.name] if len(shape) > 1 else []
             continue
         rows, width = shape
-        module = weight.name.removesuffix(".weight")
         kinds[weight.name] = TensorKind("U32", (rows, width * how.bits // WORD_BITS))
-        for part in ("scales", "biases"):
-            kinds[f"{module}.{part}"] = TensorKind(code, (rows, width // how.group_size))
+        for part in parts_of(weight.name):
+            kinds[part] = TensorKind(code, (rows, width // how.group_size))
     return kinds, tuple(left)
 
 
@@ -81,11 +80,11 @@ def quantized_tensors(
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yield the tensors of `quantized_kinds`; weights are cast to `dtype` before.
 
-    Raises UserError without the package mlx.
+    Raises UserError without the package mlx, or with it but without what it computes on.
     """
     try:
         import mlx.core as mx
-    except ModuleNotFoundError:
+    except ImportError:
         raise UserError(
             "--quantize needs MLX, which is not installed: pip install 'openelm_jax[mlx]'."
         ) from None
@@ -94,12 +93,13 @@ def quantized_tensors(
         if array.ndim < 2 or array.shape[1] % how.group_size:
             yield name, array
             continue
+        if dtype == "float16":
+            warn_of_overflow(name, array)
         matrix = mx.array(np.ascontiguousarray(array, dtype=np.float32)).astype(to)
         packed, *parts = mx.quantize(matrix, group_size=how.group_size, bits=how.bits)
         yield name, np.array(packed)
-        for part, values in zip(("scales", "biases"), parts, strict=True):
-            module = name.removesuffix(".weight")
-            yield f"{module}.{part}", np.array(values.astype(mx.float32))
+        for part, values in zip(parts_of(name), parts, strict=True):
+            yield part, np.array(values.astype(mx.float32))
 
 
 def bits_per_weight(stored: StoredWeights, kinds: Mapping[str, TensorKind]) -> float:
@@ -108,30 +108,47 @@ def bits_per_weight(stored: StoredWeights, kinds: Mapping[str, TensorKind]) -> f
 
 
 def logical_shapes(
-    shapes: Mapping[str, tuple[int, ...]], how: Quantization
+    tensors: Mapping[str, Any], how: Quantization, where: str
 ) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors that a quantised file stands for."""
-    packed = {f"{name.removesuffix('.scales')}.weight" for name in shapes if ".scales" in name}
-    return {
-        name: (shape[0], shape[1] * WORD_BITS // how.bits) if name in packed else shape
-        for name, shape in shapes.items()
-        if not name.endswith((".scales", ".biases"))
-    }
+    """Return the shapes of the tensors that a quantised file stands for.
+
+    Raises UserError for a packed matrix without its scales and biases, or with another's.
+    """
+    shapes = {name: tuple(tensor.get_shape()) for name, tensor in tensors.items()}
+    for name in [name for name, tensor in tensors.items() if is_packed(tensor)]:
+        rows, words = shapes[name]
+        width = words * WORD_BITS // how.bits
+        shapes[name] = (rows, width)
+        for part in parts_of(name):
+            found = shapes.pop(part, None)
+            if width % how.group_size or found != (rows, width // how.group_size):
+                raise UserError(
+                    f"{where}: {name} is quantised in groups of {how.group_size}, but {part} is "
+                    f"{'missing' if found is None else list(found)}; take weights and "
+                    "configuration of the same model."
+                )
+    return shapes
 
 
-def dequantize(tensors: Mapping[str, Any], name: str, how: Quantization) -> np.ndarray:
-    """Return in float32 the matrix that a packed tensor, its scales and its biases stand for."""
+def dequantize(
+    words: np.ndarray, scales: np.ndarray, biases: np.ndarray, how: Quantization
+) -> np.ndarray:
+    """Return in float32 the matrix that packed words, their scales and their biases stand for."""
+    levels = words.view(np.uint8)  # the lowest bits of a word come first, in memory as in the row
+    if how.bits == 4:
+        levels = np.stack([levels & 15, levels >> 4], axis=-1)
+    weights = levels.reshape(len(words), -1, how.group_size).astype(np.float32)
+    weights *= scales[..., None].astype(np.float32)
+    weights += biases[..., None].astype(np.float32)
+    return weights.reshape(len(words), -1)
+
+
+def parts_of(name: str) -> tuple[str, str]:
+    """Return the names of a packed tensor's scales and biases."""
     module = name.removesuffix(".weight")
-    words, scales, biases = (
-        tensors[f"{module}.{part}"][:] for part in ("weight", "scales", "biases")
-    )
-    shifts = np.arange(0, WORD_BITS, how.bits, dtype=np.uint32)
-    levels = (words[:, :, None] >> shifts) & np.uint32(2**how.bits - 1)
-    groups = levels.reshape(words.shape[0], -1, how.group_size).astype(np.float32)
-    scales, biases = (part.astype(np.float32)[:, :, None] for part in (scales, biases))
-    return (groups * scales + biases).reshape(words.shape[0], -1)
+    return f"{module}.scales", f"{module}.biases"
 
 
-def is_packed(tensors: Mapping[str, Any], name: str) -> bool:
-    """Whether a tensor of a file is packed."""
-    return f"{name.removesuffix('.weight')}.scales" in tensors
+def is_packed(tensor: Any) -> bool:
+    """Whether a tensor of a quantised file is a packed matrix."""
+    return tensor.get_dtype() == "U32" and len(tensor.get_shape()) == 2

@@ -34,6 +34,8 @@ CODES: dict[str, Any] = {
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5_000_000_000
 FLOAT16_MOST = 65504.0
+FLOAT16_INFINITE = 65520.0
+"""The least number that rounds to infinity in float16; between the two they round down."""
 
 
 @dataclass(frozen=True)
@@ -118,8 +120,9 @@ def write_tensors(
 
 def warn_of_overflow(name: str, array: np.ndarray) -> None:
     """Say on stderr that float16 makes infinities of a tensor's largest values, if it does."""
-    most = float(np.abs(array.astype(np.float32)).max(initial=0))
-    if most > FLOAT16_MOST:
+    sizes = np.abs(array.astype(np.float32, copy=False))
+    most = float(sizes.max(initial=0, where=np.isfinite(sizes)))
+    if most >= FLOAT16_INFINITE:
         print(
             f"warning: {name} reaches {most:g}, which float16 cannot hold (at most "
             f"{FLOAT16_MOST:g}): its largest values become infinite; take bfloat16, the default.",
