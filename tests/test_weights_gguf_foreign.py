@@ -125,6 +125,8 @@ def test_any_widths_are_made_again(config):
         ({"openelm.rope.scaling.factor": 4.0}, "must be 1 for"),
         (dict.fromkeys(HEAD_DIM_KEYS, 17), r"model\.head_dim is 17"),
         ({CONFIG_KEY: "{"}, "holds no JSON"),
+        ({CONFIG_KEY: "[1]"}, "holds no JSON"),
+        ({CONFIG_KEY: 1}, "holds no JSON"),
         ({CONFIG_KEY: "{}"}, "num_transformer_layers is missing"),
     ],
 )

@@ -1,7 +1,4 @@
-"""The model that the metadata of a GGUF file describes, and which models llama.cpp can run.
-
-Legend: D model, E query width, F ffn.
-"""
+"""The model that the metadata of a GGUF file describes, and which models llama.cpp can run."""
 
 from __future__ import annotations
 
@@ -57,7 +54,7 @@ def config_of(metadata: Mapping[str, Any], vocab_size: int, where: str) -> Model
         raise UserError(f"{where}: its architecture is {architecture}; known is {ARCHITECTURE}.")
     if CONFIG_KEY in metadata:
         try:
-            fields = json.loads(metadata[CONFIG_KEY])
+            fields = dict(json.loads(metadata[CONFIG_KEY]))
         except (TypeError, ValueError):
             raise UserError(f"{where}: {CONFIG_KEY} holds no JSON; export it again.") from None
         return config_from_fields(fields, where)
