@@ -66,17 +66,46 @@ def test_a_flipped_bit_is_named(tmp_path):
         load_weights(tmp_path)
 
 
-def test_one_format_to_the_other_and_back_keeps_every_bit(tmp_path, tokenizer):
+@pytest.mark.parametrize(
+    ("to", "needs"),
+    [
+        ("hf --dtype float32", "safetensors"),
+        ("mlx --dtype float32", "safetensors"),
+        ("gguf --outtype f32", "gguf"),
+        ("corenet", "torch"),
+    ],
+)
+def test_there_and_back_every_bit_is_kept(tmp_path, tokenizer, to, needs):
+    """Parameters, configuration and tokenizer, through the file of every other program."""
+    pytest.importorskip(needs)
     config = tiny(vocab_size=300)
     params = random_params(config)
-    write_huggingface(tmp_path / "hf", config, params, tokenizer=tokenizer)
+    (tmp_path / "first").mkdir()
+    write_weights_directory(tmp_path / "first", in_memory(config, params, tokenizer))
 
-    export.main(f"--from {tmp_path}/hf --to orbax --out {tmp_path}/orbax".split())
-    export.main(f"--from {tmp_path}/orbax --to hf --out {tmp_path}/again --dtype float32".split())
+    export.main(f"--from {tmp_path}/first --to {to} --out {tmp_path}/there".split())
+    export.main(f"--from {tmp_path}/there --to orbax --out {tmp_path}/back".split())
 
-    for name in ("config.json", "model.safetensors", "tokenizer.model"):
-        first, again = ((tmp_path / where / name).read_bytes() for where in ("hf", "again"))
-        assert first == again, name
+    with open_weights(tmp_path / "back") as back:
+        assert back.config == config
+        assert bits(read_params(back, dtype=None)) == bits(params)
+        assert back.tokenizer.encode("the a and the i").tolist() == (
+            tokenizer.encode("the a and the i").tolist()
+        )
+
+
+@pytest.mark.parametrize("to", ["hf", "mlx", "gguf", "corenet --dtype bfloat16"])
+def test_bfloat16_comes_back_to_the_same_bits(tmp_path, tokenizer, to):
+    pytest.importorskip({"gguf": "gguf", "corenet --dtype bfloat16": "torch"}.get(to, "numpy"))
+    config = tiny(vocab_size=300)
+    params = jax.tree.map(lambda x: x.astype(ml_dtypes.bfloat16), random_params(config))
+    (tmp_path / "first").mkdir()
+    write_weights_directory(tmp_path / "first", in_memory(config, params, tokenizer))
+
+    export.main(f"--from {tmp_path}/first --to {to} --out {tmp_path}/there".split())
+
+    read = load_weights(tmp_path / "there").params
+    assert bits(read) == bits(jax.tree.map(lambda x: x.astype(np.float32), params))
 
 
 # --- the card ----------------------------------------------------------------------------------

@@ -44,7 +44,8 @@ def open_corenet(file: Path, exp: str | None = None) -> Iterator[StoredWeights]:
 
 
 def write_corenet(directory: Path, stored: StoredWeights, *, dtype: str | None = None) -> None:
-    """Write model.pt, which CoreNet loads, and model.yaml, whose block goes into its own YAML.
+    """Write model.pt, which CoreNet loads, model.yaml, whose block goes into its own YAML, and the
+    tokenizer.
 
     The weights keep their type unless `dtype` names one; of one that float16 cannot hold a warning
     says so, and another of a model that CoreNet cannot build. PyTorch writes a state dict in one
@@ -65,6 +66,8 @@ def write_corenet(directory: Path, stored: StoredWeights, *, dtype: str | None =
             tensors[name] = _tensor(np.array(array, dtype=dtype or array.dtype, order="C"))
     write_yaml(directory / YAML, stored, _name(next(iter(tensors.values())).dtype))
     torch.save(tensors, directory / WEIGHTS)
+    if stored.tokenizer is not None:
+        (directory / "tokenizer.model").write_bytes(stored.tokenizer.model_bytes)
 
 
 def load_file(file: Path) -> dict[str, Any]:

@@ -113,7 +113,7 @@ def _training(run: RunSummary | None) -> Iterator[str]:
     yield from ("", "What was read:", "", *(f"- {line}" for line in run.data), "")
     yield from ("## Evaluation", "")
     if run.validation is None:
-        yield "No text was held out, and nothing was measured at this step."
+        yield "No loss on held-out text is recorded for these weights."
     else:
         nats, bits = run.validation
         yield "| held-out text | nats a token | bits a byte |"

@@ -100,6 +100,23 @@ def torch(directory: Path, tokens: np.ndarray, greedy: int) -> tuple[np.ndarray,
     return logits_TV, whole[0, len(tokens) :].tolist()
 
 
+def float64(directory: Path, tokens: np.ndarray, greedy: int) -> tuple[np.ndarray, list[int]]:
+    """PyTorch in float64, to see whose rounding a difference is."""
+    import torch
+
+    from openelm_jax.weights.load import open_weights
+    from openelm_jax.weights.torch_model import load_params, torch_model
+
+    with open_weights(directory / "hf") as stored, torch.no_grad():
+        model = torch_model(stored.config)
+        load_params(model, stored)
+        model = model.eval().double()
+        # rotate() and the norms take float() of what they get: here that must keep 64 bits.
+        torch.Tensor.float = torch.Tensor.double
+        ids = torch.from_numpy(tokens[None].astype(np.int64))
+        return model(ids).logits[0].numpy(), [-1] * greedy
+
+
 def llama_cpp(directory: Path, tokens: np.ndarray, greedy: int) -> tuple[np.ndarray, list[int]]:
     from llama_cpp import GGML_TYPE_F32, Llama
 
@@ -121,7 +138,7 @@ def llama_cpp(directory: Path, tokens: np.ndarray, greedy: int) -> tuple[np.ndar
 
 
 PROGRAMS: dict[str, Callable] = {
-    "ours": ours, "mlx": mlx, "torch": torch, "llama_cpp": llama_cpp,
+    "ours": ours, "mlx": mlx, "torch": torch, "llama_cpp": llama_cpp, "float64": float64,
 }  # fmt: skip
 
 

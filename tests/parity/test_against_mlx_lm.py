@@ -9,7 +9,9 @@ import small_models
 from huggingface_directories import read_huggingface, with_rows, write_huggingface
 from small_models import random_params
 
+from openelm_jax.generation import engine
 from openelm_jax.generation.language_model import LanguageModel
+from openelm_jax.generation.sampling import Sampling
 
 mx = pytest.importorskip("mlx.core")
 mlx_utils = pytest.importorskip("mlx_lm.utils")
@@ -64,3 +66,29 @@ def test_the_config_json_that_mlx_lm_writes_is_accepted(tmp_path):
     mlx_utils.save_config(dict(fields), tmp_path / "export" / "config.json")
 
     assert read_huggingface(tmp_path / "export")[0] == tiny()
+
+
+def test_the_fixtures_logits_and_greedy_continuation_are_mlx_lms(request):
+    from mlx_lm.generate import generate_step
+
+    fixture = request.config.rootpath / "tests" / "data" / "tiny-openelm"
+    config, params = read_huggingface(fixture)
+    tokens = np.load(fixture / "ref_ids.npy")[:1]
+    model, _ = mlx_utils.load_model(fixture)
+
+    ours_BTV = LanguageModel(config, params, None, "float32").logits(tokens)
+    theirs_BTV = np.array(model(mx.array(tokens)))
+    np.testing.assert_allclose(ours_BTV, theirs_BTV, rtol=0, atol=1e-5)
+
+    (ours,) = engine.generate(
+        config,
+        params,
+        tokens.tolist(),
+        max_tokens=64,
+        eos_id=-1,
+        vocab_size=config.vocab_size,
+        sampling=Sampling(temperature=0, top_k=0, top_p=1.0, seed=0),
+        dtype="float32",
+    )
+    theirs = [int(token) for token, _ in generate_step(mx.array(tokens[0]), model, max_tokens=64)]
+    assert list(ours.tokens) == theirs
