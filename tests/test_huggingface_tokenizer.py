@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from pathlib import Path
 
 import pytest
+import sentencepiece
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from small_models import random_params, tiny
 
-from openelm_jax.tokenizer import load_tokenizer, train_tokenizer
+from openelm_jax.tokenizer import UNUSED, load_tokenizer, tokenizer_from_bytes, train_tokenizer
 from openelm_jax.weights.huggingface import write_huggingface
 from openelm_jax.weights.huggingface_tokenizer import merges_of, write_tokenizer
 from openelm_jax.weights.stored import in_memory
@@ -19,6 +21,8 @@ from openelm_jax.weights.stored import in_memory
 transformers = pytest.importorskip("transformers")
 
 LLAMA_LIKE = Path(__file__).parent / "data" / "tokenizer-mistral-v1" / "tokenizer.model"
+
+LINES = [f"the {a} and the {b} are {a}{b} aa aaa 12" for a in "abcdefgh" for b in "ijklmnop"]
 
 TEXTS = [
     "Hello",
@@ -48,8 +52,7 @@ def pairs(tmp_path_factory):
     """(ours, theirs) of a LLaMA-like model of 32,000 pieces and of one trained here."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     directory = tmp_path_factory.mktemp("tokenizers")
-    lines = [f"the {a} and the {b} are {a}{b} aa aaa 12" for a in "abcdefgh" for b in "ijklmnop"]
-    small = train_tokenizer(lines, 320, directory / "small.model")
+    small = train_tokenizer(LINES, 320, directory / "small.model")
     loaded = []
     for name, ours in (("large", load_tokenizer(LLAMA_LIKE)), ("small", small)):
         (directory / name).mkdir()
@@ -98,11 +101,29 @@ def test_real_text_has_the_same_ids(pairs):
     assert_same(pairs, page)
 
 
-@pytest.mark.parametrize("text", ["Hello  world", "smile 😀", "日本", "a\n\nb", "1 2 3"])
+@pytest.mark.parametrize("text", TEXTS)
 def test_decoding_gives_the_text_back(pairs, text):
     for ours, theirs in pairs:
-        ids = theirs(text)["input_ids"]
-        assert theirs.decode(ids, skip_special_tokens=True) == ours.decode(ids) == text
+        decoded = theirs.decode(theirs(text)["input_ids"], skip_special_tokens=True)
+        assert decoded == ours.decode(ours.encode(text)) == text.replace("\u2581", " ")
+
+
+def test_tokens_come_by_their_text_only_when_asked_for(pairs):
+    for ours, theirs in pairs:
+        asked = theirs("x</s>", add_special_tokens=False, split_special_tokens=False)["input_ids"]
+        assert asked == [*ours.encode("x").tolist(), ours.eos_id]
+        assert theirs.convert_tokens_to_ids("</s>") == theirs.eos_token_id == ours.eos_id
+
+
+def test_what_transformers_saves_makes_the_same_ids(pairs, tmp_path):
+    ours, theirs = pairs[1]
+    theirs.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "openelm"}')
+
+    saved = transformers.AutoTokenizer.from_pretrained(tmp_path)
+
+    for text in TEXTS:
+        assert_same([(ours, saved)], text)
 
 
 def test_there_is_no_padding_token(pairs):
@@ -118,24 +139,57 @@ def test_merges_come_by_score():
     assert len(in_order) > 31_000
 
 
-def test_a_unigram_model_is_copied_with_a_warning(tmp_path, capsys):
-    import io
+@pytest.mark.parametrize(
+    "trained",
+    [
+        {"model_type": "unigram", "byte_fallback": False, "vocab_size": 30},
+        {"byte_fallback": False, "vocab_size": 40},
+        {"treat_whitespace_as_suffix": True},
+        {"add_dummy_prefix": False},
+        {"remove_extra_whitespaces": True},
+        {"normalization_rule_name": "nmt_nfkc"},
+        {"user_defined_symbols": ["<tool>"]},
+    ],
+    ids=lambda trained: next(iter(trained)),
+)
+def test_a_tokenizer_with_other_rules_is_copied_with_a_warning(tmp_path, capsys, trained):
+    write_tokenizer(tmp_path, tokenizer_from_bytes(bpe_model(**trained), "x.model"), tiny())
 
-    import sentencepiece
-
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter([f"word{i} and more words" for i in range(200)]),
-        model_writer=model,
-        model_type="unigram",
-        vocab_size=30,
-        minloglevel=3,
-    )
-    (tmp_path / "u.model").write_bytes(model.getvalue())
-    write_tokenizer(tmp_path, load_tokenizer(tmp_path / "u.model"), tiny())
-
-    assert not (tmp_path / "tokenizer.json").exists()
+    assert [file.name for file in tmp_path.iterdir()] == ["tokenizer.model"]
     assert "no LLaMA-like BPE model" in capsys.readouterr().err
+
+
+def test_a_tokenizer_with_unused_pieces_is_copied_with_a_warning(tmp_path, capsys):
+    """SentencePiece merges to them and takes them apart again, which no merge list says."""
+    model = bpe_model()
+    piece = "\u2581the".encode()
+    at = model.index(b"\x0a" + bytes([len(piece)]) + piece) - 1
+    length = model[at]
+    as_unused = model[at + 1 : at + 1 + length] + b"\x18\x05"  # field 3, kind 5
+    changed = model[:at] + bytes([len(as_unused)]) + as_unused + model[at + 1 + length :]
+    tokenizer = tokenizer_from_bytes(changed, "x.model")
+    assert "\u2581the" in [piece.text for piece in tokenizer.pieces if piece.kind == UNUSED]
+
+    write_tokenizer(tmp_path, tokenizer, tiny())
+
+    assert [file.name for file in tmp_path.iterdir()] == ["tokenizer.model"]
+    assert "no LLaMA-like BPE model" in capsys.readouterr().err
+
+
+def bpe_model(**changes) -> bytes:
+    """Return the file of a LLaMA-like model trained with `changes`."""
+    model = io.BytesIO()
+    options = {
+        "model_type": "bpe",
+        "vocab_size": 300,
+        "byte_fallback": True,
+        "normalization_rule_name": "identity",
+        "remove_extra_whitespaces": False,
+    }
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(LINES), model_writer=model, minloglevel=3, **(options | changes)
+    )
+    return model.getvalue()
 
 
 def test_generation_begins_and_ends_with_the_tokenizers_ids(tmp_path):
