@@ -3,7 +3,7 @@
 #
 #   tests/parity/llama_cpp.sh [DIRECTORY]     (default: .llama_cpp below the user's cache)
 #
-# Needs cmake, ninja and a C++ compiler, and compiles for 6 to 15 minutes on two cores; the next
+# Needs cmake, ninja and a C++ compiler, and compiles for 8 to 15 minutes on two cores; the next
 # time the directory is used as it is. With PYTHON another interpreter than python3.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."

@@ -1,6 +1,6 @@
 """llama.cpp loads what we export and computes the same; and we read what its quantiser writes.
 
-Needs llama-cpp-python, which is compiled when it is installed (6 to 15 minutes, cmake and a C++
+Needs llama-cpp-python, which is compiled when it is installed (8 to 15 minutes, cmake and a C++
 compiler) and therefore in no extra: `tests/parity/llama_cpp.sh` installs it and runs this file.
 """
 
