@@ -160,15 +160,17 @@ def memory_bytes(
     gate = 2 if config.ffn_with_glu else 1
     moved = 0.0
     for shape, share in zip(shapes, recomputed, strict=True):
-        # Cast or gathered (written, read) forward and backward, read by two products there, and
-        # the float32 gradient written and read.
-        weights = matrix_elements(config, shape) * (4 + 6 + 8 + 2 * share) * parts
+        # Cast or gathered (written) and read by a product, forward and again backward, where the
+        # other product reads activations only; and the float32 gradient written and read.
+        weights = matrix_elements(config, shape) * (4 + 4 + 8 + 2 * share) * parts
         d, q, k, f = shape.model_dim, shape.query_dim, shape.kv_dim, shape.ffn_dim
         attention = 5 * d + 6 * q + 6 * k
         ffn = 5 * d + 2 * gate * f + 2 * f
         moved += weights + 2 * (attention + ffn) * (3 + share) * tokens
     # Logits: float32 written, read for the partition and for the probabilities; their gradient
-    # written in the compute type and read by two products.
+    # written in the compute type and read by two products. The table: cast or gathered for the
+    # look-up, and for the loss, where two products read it; two float32 gradients written, and
+    # one read to add them.
     loss = (
         tokens / tensor * config.vocab_size * (12 + 6)
         + config.vocab_size * config.model_dim * 20 * parts
