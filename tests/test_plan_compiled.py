@@ -133,9 +133,27 @@ def test_a_program_that_needs_more_than_there_is_says_how_much(
 
 
 def test_without_libtpu_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(compiled.PACKAGES, "tpu", ("jax", "no-such-package"))
+    monkeypatch.setitem(compiled.PACKAGES, "tpu", (("jax",), ("no-such-package",)))
     with pytest.raises(UserError, match=r"pip install 'openelm_jax\[tpu\]'.*--python"):
         compile_again()
+
+
+@pytest.mark.parametrize("plugin", ["jax-cuda12-plugin", "jax-cuda13-plugin"])
+def test_an_environment_of_either_cuda_compiles_for_gpus(plugin: str, tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    found = {"jax": "0.10.2", "jaxlib": "0.10.2", plugin: "0.10.3", "numpy": "2.0"}
+    python.write_text(f"#!/bin/sh\necho '{json.dumps(found)}'\n")
+    python.chmod(0o755)
+    del found["numpy"]
+    assert compiled._versions(str(python), "gpu") == found
+
+
+def test_without_a_plugin_for_cuda_both_are_named(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho \'{"jax": "0.10.2", "jaxlib": "0.10.2"}\'\n')
+    python.chmod(0o755)
+    with pytest.raises(UserError, match=r"jax-cuda12-plugin or jax-cuda13-plugin.*\[cuda\]"):
+        compiled._versions(str(python), "gpu")
 
 
 def test_the_other_process_gets_its_own_environment(monkeypatch: pytest.MonkeyPatch) -> None:

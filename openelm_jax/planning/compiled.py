@@ -32,7 +32,11 @@ CODE = (
     "planning/ahead_of_time.py", "planning/cuda_targets.py",
 )  # fmt: skip
 """What decides the program that is compiled."""
-PACKAGES = {"tpu": ("jax", "jaxlib", "libtpu"), "gpu": ("jax", "jaxlib", "jax-cuda12-plugin")}
+PACKAGES: dict[str, tuple[tuple[str, ...], ...]] = {
+    "tpu": (("jax",), ("jaxlib",), ("libtpu",)),
+    "gpu": (("jax",), ("jaxlib",), ("jax-cuda12-plugin", "jax-cuda13-plugin")),
+}
+"""What compiles for a platform: of each group one, the first that is there."""
 EXTRAS = {"tpu": "tpu", "gpu": "cuda"}
 FAULT = re.compile(r"error: |[\w.]*(Error|Exception): ")
 UNSET = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_COMPILATION_CACHE_DIR", "JAX_NUM_CPU_DEVICES")
@@ -178,12 +182,10 @@ def _read(path: Path) -> CompiledStep:
 
 
 def _versions(interpreter: str, platform: str) -> dict[str, str]:
-    packages = PACKAGES[platform]
     script = (
-        "import importlib.metadata as m, json, sys\n"
-        "found = {d.metadata['Name'].lower().replace('_', '-'): d.version "
-        "for d in m.distributions()}\n"
-        f"print(json.dumps({{name: found.get(name) for name in {packages!r}}}))"
+        "import importlib.metadata as m, json\n"
+        "print(json.dumps({d.metadata['Name'].lower().replace('_', '-'): d.version "
+        "for d in m.distributions()}))"
     )
     try:
         asked = subprocess.run(
@@ -191,14 +193,17 @@ def _versions(interpreter: str, platform: str) -> dict[str, str]:
         )
     except (OSError, subprocess.CalledProcessError) as fault:
         raise UserError(f"--python {interpreter}: it does not run ({fault}).") from None
-    versions = json.loads(asked.stdout)
-    missing = [name for name, version in versions.items() if version is None]
-    if missing:
-        extra = f"'openelm_jax[{EXTRAS[platform]}]'"
-        raise UserError(
-            f"--compile needs {missing[0]}, which {interpreter} has not: pip install {extra}, or "
-            "name the interpreter of an environment that has it with --python."
-        )
+    installed = json.loads(asked.stdout)
+    versions = {}
+    for group in PACKAGES[platform]:
+        name = next((name for name in group if name in installed), None)
+        if name is None:
+            extra = f"'openelm_jax[{EXTRAS[platform]}]'"
+            raise UserError(
+                f"--compile needs {' or '.join(group)}, which {interpreter} has not: pip install "
+                f"{extra}, or name the interpreter of an environment that has it with --python."
+            )
+        versions[name] = installed[name]
     return versions
 
 
