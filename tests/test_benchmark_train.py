@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import benchmark_parts
@@ -140,7 +141,7 @@ def test_both_parts_run_in_processes_of_their_own(
 
 @pytest.mark.parametrize(
     ("size", "gib", "remat"),
-    [("270m", 139, "none"), ("3b", 139, "none"), ("3b", 80, "none"), ("1_1b", 21, "block")],
+    [("270m", 139, "none"), ("3b", 139, "none"), ("3b", 80, "none"), ("1_1b", 19, "block")],
 )
 def test_the_batch_is_the_largest_power_of_two_that_fits(size: str, gib: int, remat: str) -> None:
     chosen = largest_batch(load_experiment(size), gib * GIB, "NVIDIA H200")
@@ -153,13 +154,41 @@ def test_the_batch_is_the_largest_power_of_two_that_fits(size: str, gib: int, re
         return device_bytes(experiment, layout, remats, "NVIDIA H200").total / GIB
 
     assert (chosen.training.remat, chosen.training.accumulation) == (remat, 1)
-    assert needed(chosen) <= 0.9 * gib
-    assert needed(twice) > 0.9 * gib or rows == accelerator_parts.MOST_ROWS
+    assert needed(chosen) <= gib
+    assert needed(twice) > gib or rows == accelerator_parts.MOST_ROWS
 
 
 def test_a_size_that_fits_no_row_is_refused_with_what_it_needs() -> None:
     with pytest.raises(UserError, match=r"^3b needs \d\d\.\d GiB .* this one has 16\.0"):
         largest_batch(load_experiment("3b"), 16 * GIB, "TPU v5 lite")
+
+
+@pytest.mark.parametrize(
+    ("kind", "limit", "gib"),
+    [
+        ("NVIDIA H200", 126 * GIB, 126),  # what the allocator may take, nine tenths already
+        ("NVIDIA A100-SXM4-40GB", None, 36),
+        ("cpu", None, None),
+    ],
+)
+def test_the_memory_is_what_a_program_may_use(
+    kind: str, limit: int | None, gib: float | None
+) -> None:
+    stats = None if limit is None else {"bytes_limit": limit}
+    device: Any = SimpleNamespace(device_kind=kind, memory_stats=lambda: stats)
+    memory = accelerator_parts._memory(device)
+    assert memory == (None if gib is None else pytest.approx(gib * GIB))
+
+
+def test_numbers_that_are_not_finite_are_null_in_the_report(tmp_path: Path) -> None:
+    report = {
+        "device": {"kind": "NVIDIA H200"},
+        "machine": {"date": "2026-11-30T10:20:30"},
+        "sizes": {"270m": {"last_loss": float("nan"), "step_seconds_range": (0.5, float("inf"))}},
+    }
+    text = accelerator._write(report, tmp_path).read_text()
+    found = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert found["sizes"]["270m"] == {"last_loss": None, "step_seconds_range": [0.5, None]}
 
 
 def test_a_part_tells_what_it_found_however_it_ends() -> None:
@@ -190,7 +219,10 @@ def test_kernels_are_checked_in_both_types_with_and_without_documents_apart(
     for news in check_kernels():
         found |= news
     assert len(found) == 4
-    assert all(check["equal"] for check in found.values())
+    compared = {name: check for name, check in found.items() if "left_out" not in check}
+    # On a CPU the kernel is the portable one, which float32 would compare with itself.
+    assert compared.keys() == {"head_dim 64, bfloat16", "head_dim 64, bfloat16, documents apart"}
+    assert all(check["equal"] for check in compared.values())
     # Rounding to bfloat16 is seen: the comparison is with float32.
     rounded = found["head_dim 64, bfloat16, documents apart"]["errors"]
     assert min(rounded.values()) > 1e-4

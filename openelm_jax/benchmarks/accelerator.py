@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import multiprocessing
 import re
 import subprocess
@@ -169,8 +170,18 @@ def _write(report: dict[str, Any], out: Path) -> Path:
     kind = re.sub(r"[^a-z0-9]+", "-", device["kind"].lower()).strip("-")
     minute = re.sub(r"[^0-9T]", "", report["machine"]["date"][:16])
     file = out / f"{kind}-{minute}.json"
-    file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    text = json.dumps(_finite(report), indent=1, allow_nan=False)
+    file.write_text(text + "\n", encoding="utf-8")
     return file
+
+
+def _finite(value: Any) -> Any:
+    """Return the same with None for numbers that JSON has no word for."""
+    if isinstance(value, dict):
+        return {name: _finite(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _short(value: Any) -> str:
