@@ -33,6 +33,25 @@ def test_a_known_device_has_its_data_sheet_peak(device_kind, teraflops):
 
 
 @pytest.mark.parametrize(
+    ("device_kind", "teraflops"),
+    [
+        ("TPU v4", 275 / 6),  # six passes in bfloat16
+        ("TPU v5 lite", 197 / 6),
+        ("TPU7x", 2307 / 2 / 6),
+        ("NVIDIA A100-SXM4-80GB", 19.5),  # not the 156 of TF32
+        ("NVIDIA H100 80GB HBM3", 67),
+        ("NVIDIA H100 PCIe", 51),
+        ("NVIDIA H200", 67),
+        ("NVIDIA B200", 75),
+        ("NVIDIA GB200", 80),
+        ("NVIDIA L4", 30.3),
+    ],
+)
+def test_a_float32_product_has_the_peak_of_its_precision(device_kind, teraflops):
+    assert peak_flops(device_kind, "float32") == pytest.approx(teraflops * 1e12)
+
+
+@pytest.mark.parametrize(
     ("device_kind", "gibibytes"),
     [
         ("TPU v4", 32),
@@ -54,4 +73,5 @@ def test_a_known_device_has_the_memory_it_is_sold_with(device_kind, gibibytes):
 
 def test_what_is_not_known_of_a_device_is_not_guessed():
     assert peak_flops("cpu") is None
+    assert peak_flops("cpu", "float32") is None
     assert memory_bytes("cpu") is None

@@ -319,6 +319,21 @@ def test_devices_that_compute_all_heads_lower_the_share_of_the_peak() -> None:
     assert eight.bound.mfu < 0.6 < alone.bound.mfu
 
 
+@pytest.mark.parametrize(("name", "slower"), [("v5e:2x4", 6), ("h100:8", 989 / 67)])
+def test_float32_takes_its_own_peak_and_twice_the_bytes(name: str, slower: float) -> None:
+    topology = parse_topology(name)
+    half, whole = (
+        estimate(experiment(accumulation=64, remat="block", dtype=dtype), topology)
+        for dtype in ("bfloat16", "float32")
+    )
+    assert whole.notes == ()
+    assert whole.bound.compute_seconds == pytest.approx(slower * half.bound.compute_seconds)
+    assert whole.bound.mfu == pytest.approx(half.bound.mfu / slower)  # of the peak in bfloat16
+    assert "of the peak in bfloat16" in format_estimate(experiment(dtype="float32"), whole)
+    # What is float32 in either stays: gradients, logits, the state.
+    assert 1.5 < whole.bound.memory_seconds / half.bound.memory_seconds < 2
+
+
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [

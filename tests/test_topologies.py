@@ -72,7 +72,8 @@ def test_links_add_up_to_the_published_bandwidth_of_a_chip(
 
 def test_every_accelerator_has_a_peak_and_less_memory_than_advertised() -> None:
     for accelerator in ACCELERATORS.values():
-        assert accelerator.peak_flops > 1e14
+        assert accelerator.peak_flops() > 1e14
+        assert 1e13 < accelerator.peak_flops("float32") <= accelerator.peak_flops() / 6
         assert 0.85 < accelerator.memory / 2**30 / accelerator.advertised_gib < 1.01
 
 

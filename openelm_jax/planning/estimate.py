@@ -119,10 +119,12 @@ def _estimate(experiment: Experiment, topology: Topology, holding: Held) -> Esti
             first_moment_bytes=DTYPE_BYTES[experiment.optimizer.first_moment_dtype],
             recomputed=[layer.of_forward for layer in again],
             tensor=mesh.tensor,
+            dtype_bytes=DTYPE_BYTES[training.dtype],
         ),
         collectives=collectives,
         tokens=step_tokens,
         steps=training.steps,
+        dtype=training.dtype,
     )
     return Estimate(
         experiment=experiment.name,
@@ -281,8 +283,6 @@ def _meshes(experiment: Experiment, topology: Topology) -> Iterator[MeshConfig]:
 
 def _notes(experiment: Experiment, topology: Topology, layout: Layout) -> Iterator[str]:
     mesh: MeshShape = layout.mesh
-    if experiment.training.dtype == "float32":
-        yield "the bounds are those of bfloat16: float32 computes and moves several times longer"
     if mesh.context > 1 and topology.accelerator.platform == "gpu":
         yield "no kernel of GPUs knows a context axis: portable attention holds scores besides"
     whole = [i for i, kind in enumerate(layout.attention) if kind == "whole"]

@@ -16,6 +16,7 @@ def format_estimate(experiment: Experiment, found: Estimate) -> str:
     mesh = " x ".join(f"{axis} {size}" for axis, size in found.mesh.items() if size > 1)
     kept = ", ".join(f"{count} {policy}" for policy, count in found.layers_by_remat.items())
     bound = found.bound
+    of_bfloat16 = " of the peak in bfloat16" if experiment.training.dtype == "float32" else ""
     lines = [
         f"{found.experiment} on {found.topology}, {found.devices} devices",
         *_table(
@@ -62,7 +63,7 @@ def format_estimate(experiment: Experiment, found: Estimate) -> str:
             ],
             right=True,
         ),
-        f"{bound.binds} binds: MFU at most {bound.mfu:.0%}, "
+        f"{bound.binds} binds: MFU at most {bound.mfu:.0%}{of_bfloat16}, "
         f"{bound.tokens_per_second:,.0f} tokens/s, "
         f"{bound.days:.1f} days for {experiment.training.steps:,} steps",
         f"recomputed FLOPs: {found.recomputed_flops / found.model_flops:.1%} of the model's "

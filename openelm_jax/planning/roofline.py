@@ -26,7 +26,8 @@ class Roofline:
     """The least seconds of a step, by resource, and what follows from the largest.
 
     `interconnect` joins the devices of a slice or node, `network` slices or nodes. `mfu` is of the
-    FLOPs that the model needs, recomputed ones left out. `exposed_seconds` is a step during whose
+    FLOPs that the model needs, recomputed ones left out, over the peak in bfloat16 whatever the
+    compute type is, as in `speed/mfu` of a run. `exposed_seconds` is a step during whose
     transfers between devices nothing is computed: good programs lie between it and `step_seconds`.
     """
 
@@ -52,6 +53,7 @@ def roofline(
     collectives: Sequence[Collective],
     tokens: int,
     steps: int,
+    dtype: str = "bfloat16",
 ) -> Roofline:
     """Return the bound of a step of `tokens` tokens, FLOPs and bytes being those of one device.
 
@@ -61,7 +63,7 @@ def roofline(
     accelerator = topology.accelerator
     interconnect, network = transfer_seconds(topology, mesh, collectives)
     seconds = (
-        computed_flops / accelerator.peak_flops,
+        computed_flops / accelerator.peak_flops(dtype),
         memory_bytes / accelerator.memory_rate,
         interconnect,
         network,
@@ -75,7 +77,7 @@ def roofline(
         binds=RESOURCES[seconds.index(longest)],
         step_seconds=longest,
         exposed_seconds=max(seconds[:2]) + interconnect + network,
-        mfu=model_flops / (longest * accelerator.peak_flops),
+        mfu=model_flops / (longest * accelerator.peak_flops()),
         tokens_per_second=tokens / longest,
         days=longest * steps / SECONDS_A_DAY,
     )
@@ -147,6 +149,7 @@ def memory_bytes(
     first_moment_bytes: int,
     recomputed: Sequence[float],
     tensor: int = 1,
+    dtype_bytes: int = 2,
 ) -> float:
     """Return the bytes that a device's memory reads and writes in a step, by the shapes.
 
@@ -162,17 +165,17 @@ def memory_bytes(
     for shape, share in zip(shapes, recomputed, strict=True):
         # Cast or gathered (written) and read by a product, forward and again backward, where the
         # other product reads activations only; and the float32 gradient written and read.
-        weights = matrix_elements(config, shape) * (4 + 4 + 8 + 2 * share) * parts
+        weights = matrix_elements(config, shape) * ((4 + share) * dtype_bytes + 8) * parts
         d, q, k, f = shape.model_dim, shape.query_dim, shape.kv_dim, shape.ffn_dim
         attention = 5 * d + 6 * q + 6 * k
         ffn = 5 * d + 2 * gate * f + 2 * f
-        moved += weights + 2 * (attention + ffn) * (3 + share) * tokens
+        moved += weights + dtype_bytes * (attention + ffn) * (3 + share) * tokens
     # Logits: float32 written, read for the partition and for the probabilities; their gradient
     # written in the compute type and read by two products. The table: cast or gathered for the
     # look-up, and for the loss, where two products read it; two float32 gradients written, and
     # one read to add them.
     loss = (
-        tokens / tensor * config.vocab_size * (12 + 6)
-        + config.vocab_size * config.model_dim * 20 * parts
+        tokens / tensor * config.vocab_size * (12 + 3 * dtype_bytes)
+        + config.vocab_size * config.model_dim * (4 * dtype_bytes + 12) * parts
     )
     return adam + accumulation + moved + loss

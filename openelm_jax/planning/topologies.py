@@ -50,10 +50,9 @@ class Accelerator:
     slices: tuple[str, ...]
     devices_per_chip: int = 1
 
-    @property
-    def peak_flops(self) -> float:
-        """Dense bfloat16 FLOP/s."""
-        peak = peak_flops(self.device_kind)
+    def peak_flops(self, dtype: str = "bfloat16") -> float:
+        """Return the dense FLOP/s of products in `dtype`."""
+        peak = peak_flops(self.device_kind, dtype)
         assert peak is not None
         return peak
 
