@@ -1,5 +1,7 @@
 """The PyTorch model that training is measured against computes our logits and our gradients."""
 
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -68,6 +70,13 @@ def test_gradients_are_ours() -> None:
     for name, gradient in to_reference(config, ours_read):
         error = np.linalg.norm(gradients[name].grad.numpy() - gradient)
         assert error <= 1e-5 * np.linalg.norm(gradient), name
+
+
+def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.delitem(sys.modules, "transformers.initialization", raising=False)
+    with pytest.raises(UserError, match=r"pip install 'openelm_jax\[torch\]'"):
+        torch_model(tiny())
 
 
 def test_a_model_that_is_no_openelm_is_refused() -> None:

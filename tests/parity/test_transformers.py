@@ -11,8 +11,12 @@ import pytest
 from huggingface_directories import read_huggingface, write_huggingface
 from small_models import random_params, tiny
 
+from openelm_jax import export
 from openelm_jax.generation import engine
 from openelm_jax.generation.sampling import Sampling
+from openelm_jax.model.decoder import Decoder
+from openelm_jax.model.scaling import layer_shapes
+from openelm_jax.weights.huggingface_config import fields_of_config
 from openelm_jax.weights.torch_model import write_code
 
 torch = pytest.importorskip("torch")
@@ -41,9 +45,10 @@ def params():
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory, params):
+    plain = tmp_path_factory.mktemp("plain") / "tiny"
+    write_huggingface(plain, CONFIG, params)
     directory = tmp_path_factory.mktemp("exports") / "tiny"
-    write_huggingface(directory, CONFIG, params)
-    write_code(directory)
+    export.main(f"--from {plain} --to hf --dtype float32 --with-code --out {directory}".split())
     return directory
 
 
@@ -58,12 +63,13 @@ def load(directory, **options):
     ).eval()
 
 
-def ours_greedy(params, prompt, max_tokens):
+@pytest.fixture(scope="module")
+def ours_greedy(params):
     (new,) = engine.generate(
         CONFIG,
         params,
-        [prompt],
-        max_tokens=max_tokens,
+        [PROMPT],
+        max_tokens=64,
         eos_id=-1,
         vocab_size=CONFIG.vocab_size,
         sampling=Sampling(temperature=0, top_k=0, top_p=1.0, seed=0),
@@ -83,20 +89,31 @@ def theirs_greedy(model, prompts, max_tokens, **options):
     )
 
 
-@pytest.mark.parametrize("options", [{}, {"cache_implementation": "static"}, {"use_cache": False}])
-def test_greedy_continuations_are_ours(model, params, options):
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"cache_implementation": "static"},
+        {"use_cache": False},
+        {"prefill_chunk_size": 3},
+        {"prompt_lookup_num_tokens": 4},
+    ],
+    ids=str,
+)
+def test_greedy_continuations_are_ours(model, ours_greedy, options):
     theirs = theirs_greedy(model, [PROMPT], 64, **options)[0, len(PROMPT) :].tolist()
 
-    assert theirs == ours_greedy(params, PROMPT, 64)
+    assert theirs == ours_greedy
     assert len(set(theirs)) > 1
 
 
-def test_a_row_padded_on_the_left_goes_on_as_it_does_alone(model):
+@pytest.mark.parametrize("options", [{}, {"cache_implementation": "static"}], ids=str)
+def test_a_row_padded_on_the_left_goes_on_as_it_does_alone(model, options):
     short = PROMPT[:5]
     batch = [[0, 0, 0, *short], PROMPT]
     mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1], [1] * 8])
 
-    together = theirs_greedy(model, batch, 12, attention_mask=mask)
+    together = theirs_greedy(model, batch, 12, attention_mask=mask, **options)
     for row, prompt in enumerate([short, PROMPT]):
         alone = theirs_greedy(model, [prompt], 12)
         assert together[row, 8:].tolist() == alone[0, len(prompt) :].tolist()
@@ -105,6 +122,46 @@ def test_a_row_padded_on_the_left_goes_on_as_it_does_alone(model):
         alone = model(torch.tensor([short])).logits
     assert torch.isfinite(padded).all()
     assert (padded[0, 3:] - alone[0]).abs().max() < 1e-5
+
+
+def test_several_tokens_after_a_cache_see_what_they_see_without(model):
+    tokens = torch.tensor([PROMPT])
+    with torch.no_grad():
+        whole = model(tokens).logits
+        cached = model(tokens[:, :3], use_cache=True)
+        cache = cached.get("cache", cached.get("past_key_values"))
+        rest = model(tokens[:, 3:], past_key_values=cache, use_cache=True).logits
+    assert (rest - whole[:, 3:]).abs().max() < 1e-5
+
+
+def test_padding_hides_nothing_from_the_others_and_leaves_no_nan(model):
+    batch = torch.tensor([PROMPT, PROMPT, PROMPT])
+    mask = torch.tensor([[1] * 8, [1, 1, 1, 1, 1, 0, 0, 0], [0] * 8])
+    with torch.no_grad():
+        alone = model(batch[:1]).logits[0]
+        padded = model(batch, attention_mask=mask).logits
+    assert torch.isfinite(padded).all()
+    assert (padded[0] - alone).abs().max() < 1e-5
+    assert (padded[1, :5] - alone[:5]).abs().max() < 1e-5
+
+
+def test_in_bfloat16_it_is_as_near_to_float32_as_ours(exported, params, model):
+    tokens = torch.tensor([PROMPT])
+    in_bfloat16 = load(exported, dtype=torch.bfloat16)
+    with torch.no_grad():
+        exact = model(tokens).logits.numpy()
+        theirs = in_bfloat16(tokens).logits
+    decoder = Decoder(CONFIG, dtype="bfloat16")
+    ours = jax.jit(decoder.apply)({"params": params}, np.array([PROMPT]))
+
+    assert theirs.dtype == torch.bfloat16
+    error = np.abs(theirs.float().numpy() - exact).mean()
+    assert 0 < error < 1.5 * np.abs(np.asarray(ours, np.float32) - exact).mean()
+    dynamic, static = (
+        theirs_greedy(in_bfloat16, [PROMPT], 16, cache_implementation=kind).tolist()
+        for kind in (None, "static")
+    )
+    assert dynamic == static
 
 
 def test_it_loads_in_bfloat16_and_counts_the_head_once(exported):
@@ -129,13 +186,77 @@ def test_an_untied_model_has_a_head_of_its_own(tmp_path):
     params = random_params(config)
     write_huggingface(tmp_path / "untied", config, params)
     write_code(tmp_path / "untied")
+    add_the_matrix_that_apples_code_never_calls(tmp_path / "untied" / "model.safetensors")
 
-    model = load(tmp_path / "untied")
+    model, loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "untied", trust_remote_code=True, output_loading_info=True
+    )
 
+    assert not any(loaded.values())
     np.testing.assert_array_equal(model.lm_head.weight.detach().numpy(), params["head"])
     np.testing.assert_array_equal(
         model.transformer.token_embeddings.weight.detach().numpy(), params["embedding"]
     )
+
+
+def add_the_matrix_that_apples_code_never_calls(file):
+    from safetensors.numpy import load_file, save_file
+
+    tensors = load_file(file)
+    tensors["transformer.classifier.weight"] = tensors["lm_head.weight"] * 0
+    save_file(tensors, file, {"format": "pt"})
+
+
+def test_a_new_model_is_drawn_as_ours_is(exported):
+    config = transformers.AutoConfig.from_pretrained(exported, trust_remote_code=True)
+    model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=True)
+
+    width, layers = CONFIG.model_dim, CONFIG.num_layers
+    into_residual = ("attn.out_proj.weight", "ffn.proj_2.weight")
+    for name, weight in model.named_parameters():
+        if weight.ndim == 1:
+            assert (weight == 1).all(), name
+            continue
+        expected = width**-0.5 * ((2 * layers) ** -0.5 if name.endswith(into_residual) else 1)
+        assert abs(weight.std().item() / expected - 1) < 0.05, name
+        assert abs(weight.mean().item()) < 0.05 * expected, name
+    assert model.lm_head.weight is model.transformer.token_embeddings.weight
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_layers": 2, "qkv_multipliers": 0.678, "ffn_multipliers": 3.765},
+        {"num_layers": 2, "qkv_multipliers": (0.678, 1.07), "ffn_multipliers": (0.5, 3.765)},
+        {
+            "qkv_multipliers": 1.118,
+            "num_gqa_groups": 1,
+            "model_dim": 1280,
+            "ffn_multipliers": 1.344,
+        },
+        {"qkv_multipliers": (0.5, 0.815), "ffn_multipliers": (0.135, 4.005)},
+        {"qkv_multipliers": (0.513, 0.9, 0.777), "ffn_multipliers": (1.111, 2.0, 3.333)},
+        {"num_layers": 1, "qkv_multipliers": (0.513, 0.9), "ffn_multipliers": 1.111},
+    ],
+    ids=str,
+)
+def test_its_configuration_makes_our_shapes_of_our_fields(changes):
+    from openelm_jax.weights.remote_code.configuration_openelm import OpenELMConfig
+
+    config = tiny(**changes)
+    theirs = OpenELMConfig(**json.loads(json.dumps(fields_of_config(config, "float32"))))
+    shapes = layer_shapes(config)
+    assert theirs.ffn_dims == [shape.ffn_dim for shape in shapes]
+    assert theirs.num_query_heads == [shape.num_query_heads for shape in shapes]
+    assert theirs.num_kv_heads == [shape.num_kv_heads for shape in shapes]
+
+
+def test_its_configuration_refuses_heads_that_the_multipliers_do_not_make():
+    from openelm_jax.weights.remote_code.configuration_openelm import OpenELMConfig
+
+    fields = fields_of_config(CONFIG, "float32")
+    with pytest.raises(ValueError, match=r"num_query_heads is \[9, 9, 9\], but the multipliers"):
+        OpenELMConfig(**fields | {"num_query_heads": [9, 9, 9]})
 
 
 def test_checkpointed_gradients_are_the_same_and_the_loss_is_the_mean_of_the_shifted(exported):
@@ -145,7 +266,8 @@ def test_checkpointed_gradients_are_the_same_and_the_loss_is_the_mean_of_the_shi
         model = load(exported).train()
         if checkpointing:
             model.gradient_checkpointing_enable()
-        out = model(tokens, labels=tokens, use_cache=False)
+        # With checkpoints a cache would be filled twice: asking for one changes nothing.
+        out = model(tokens, labels=tokens, use_cache=checkpointing)
         out.loss.backward()
         gradients.append([parameter.grad for parameter in model.parameters()])
     expected = torch.nn.functional.cross_entropy(out.logits[0, :-1], tokens[0, 1:])

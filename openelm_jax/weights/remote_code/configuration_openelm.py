@@ -6,16 +6,23 @@ from transformers import PretrainedConfig
 
 
 def expand(multipliers: float | list[float], num_layers: int) -> list[float]:
-    """Return a multiplier for each layer from one number, a (first, last) pair, or all of them."""
+    """Return a multiplier for each layer from one number, a (first, last) pair, or all of them.
+
+    What lies on the line of a pair is rounded to two decimals, and nothing else is.
+    """
     if not isinstance(multipliers, list | tuple):
-        return [round(float(multipliers), 2)] * num_layers
-    if len(multipliers) == num_layers and num_layers != 2:
+        return [float(multipliers)] * num_layers
+    is_one_repeated = len(set(multipliers)) == 1  # of two layers, not a pair to be rounded
+    if len(multipliers) == num_layers and (num_layers != 2 or is_one_repeated):
         return [float(multiplier) for multiplier in multipliers]
     if len(multipliers) != 2:
         raise ValueError(f"{len(multipliers)} multipliers for {num_layers} layers: give 1, 2, all")
     first, last = multipliers
     step = (last - first) / max(num_layers - 1, 1)
-    return [round(first + i * step, 2) for i in range(num_layers)]
+    line = [first + i * step for i in range(num_layers)]
+    if num_layers > 1:
+        line[-1] = last
+    return [round(point, 2) for point in line]
 
 
 def make_divisible(value: float, divisor: int) -> int:

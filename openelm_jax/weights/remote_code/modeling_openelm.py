@@ -1,7 +1,7 @@
 """OpenELM for transformers: layers of their own widths, grouped queries, QK-norm, SwiGLU.
 
-Legend: B batch, T time, S keys' length, D model, N query heads, K kv heads, H head dim, F ffn,
-V vocab.
+Legend: B batch, T time, S keys' length, D model, N query heads, K kv heads, G queries of a kv head,
+H head dim, F ffn, V vocab.
 """
 
 from __future__ import annotations
@@ -36,8 +36,16 @@ class OpenELMRMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        normal = functional.rms_norm(x.float(), x.shape[-1:], eps=RMS_EPS).type_as(x)
-        return normal * self.weight
+        # rms_norm squares in float32 whatever it is given; autocast may return more than that.
+        return functional.rms_norm(x, x.shape[-1:], eps=RMS_EPS).type_as(x) * self.weight
+
+
+class ResidualLinear(nn.Linear):
+    """What is added to the residual stream: drawn narrower the more layers add to it."""
+
+    def __init__(self, width: int, config: OpenELMConfig):
+        super().__init__(width, config.model_dim, bias=False)
+        self.init_std = (config.model_dim * 2 * config.num_transformer_layers) ** -0.5
 
 
 class OpenELMAttention(nn.Module):
@@ -50,7 +58,7 @@ class OpenELMAttention(nn.Module):
         self.qkv_proj = nn.Linear(
             config.model_dim, sum(self.num_heads) * config.head_dim, bias=False
         )
-        self.out_proj = nn.Linear(num_query_heads * config.head_dim, config.model_dim, bias=False)
+        self.out_proj = ResidualLinear(num_query_heads * config.head_dim, config)
         self.has_norms = config.normalize_qk_projections
         if self.has_norms:
             self.q_norm = OpenELMRMSNorm(config.head_dim)
@@ -65,14 +73,7 @@ class OpenELMAttention(nn.Module):
         k_BKSH, v_BKSH = k_BKTH, v_BKTH
         if cache is not None:
             k_BKSH, v_BKSH = cache.update(k_BKTH, v_BKTH, self.layer)
-        mixed_BNTH = functional.scaled_dot_product_attention(
-            q_BNTH,
-            k_BKSH,
-            v_BKSH,
-            attn_mask=mask_B1TS,
-            is_causal=mask_B1TS is None,
-            enable_gqa=k_BKSH.shape[1] != q_BNTH.shape[1],
-        )
+        mixed_BNTH = attend(q_BNTH, k_BKSH, v_BKSH, mask_B1TS)
         return self.out_proj(mixed_BNTH.transpose(1, 2).flatten(2))
 
 
@@ -85,7 +86,7 @@ class OpenELMFeedForward(nn.Module):
         self.has_gate = config.ffn_with_glu
         self.activation = ACTIVATIONS[config.activation_fn_name]
         self.proj_1 = nn.Linear(config.model_dim, (1 + self.has_gate) * width, bias=False)
-        self.proj_2 = nn.Linear(width, config.model_dim, bias=False)
+        self.proj_2 = ResidualLinear(width, config)
 
     def forward(self, x_BTD):
         wide = self.proj_1(x_BTD)
@@ -117,17 +118,15 @@ class OpenELMPreTrainedModel(PreTrainedModel):
     _can_compile_fullgraph = True
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Draw as OpenELM is drawn: normal; narrower into the residual stream."""
-        width, layers = self.config.model_dim, self.config.num_transformer_layers
-        if isinstance(module, nn.Linear):
+        """Draw as OpenELM is drawn. For code beside weights, only a weight's owner is asked."""
+        if isinstance(module, ResidualLinear):
+            nn.init.normal_(module.weight, std=module.init_std)
+        elif isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=module.in_features**-0.5)
         elif isinstance(module, nn.Embedding):
-            nn.init.normal_(module.weight, std=width**-0.5)
+            nn.init.normal_(module.weight, std=module.embedding_dim**-0.5)
         elif isinstance(module, OpenELMRMSNorm):
             nn.init.ones_(module.weight)
-        elif isinstance(module, OpenELMDecoderLayer):
-            for linear in (module.attn.out_proj, module.ffn.proj_2):
-                nn.init.normal_(linear.weight, std=width**-0.5 * (2 * layers) ** -0.5)
 
 
 class OpenELMModel(OpenELMPreTrainedModel):
@@ -167,6 +166,8 @@ class OpenELMModel(OpenELMPreTrainedModel):
         cache = past_key_values if cache is None else cache
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
+        if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+            use_cache = False  # a layer that is computed again would store its keys again
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
         if not use_cache:
@@ -254,6 +255,27 @@ class OpenELMForCausalLM(OpenELMPreTrainedModel, GenerationMixin):
         )
 
 
+def attend(q_BNTH, k_BKSH, v_BKSH, mask_B1TS):
+    """Return what each query reads, causally without a mask: G queries share each key's head.
+
+    A single query's group is laid out as G queries of one head. Several queries share heads in the
+    kernel, but not with a mask: of CUDA's kernels only the one that keeps all weights can do both.
+    """
+    groups = q_BNTH.shape[1] // k_BKSH.shape[1]
+    if q_BNTH.shape[2] == 1:
+        q_BKGH = q_BNTH.reshape(*k_BKSH.shape[:2], groups, -1)
+        mixed_BKGH = functional.scaled_dot_product_attention(
+            q_BKGH, k_BKSH, v_BKSH, attn_mask=mask_B1TS
+        )
+        return mixed_BKGH.reshape(q_BNTH.shape)
+    if mask_B1TS is not None:
+        k_BNSH, v_BNSH = (x.repeat_interleave(groups, dim=1) for x in (k_BKSH, v_BKSH))
+        return functional.scaled_dot_product_attention(q_BNTH, k_BNSH, v_BNSH, attn_mask=mask_B1TS)
+    return functional.scaled_dot_product_attention(
+        q_BNTH, k_BKSH, v_BKSH, is_causal=True, enable_gqa=groups > 1
+    )
+
+
 def visible(slots_T, attention_mask, cache):
     """Return which keys [B or 1, 1, T, S] each query sees, or None where that is plainly causal.
 
@@ -261,12 +283,12 @@ def visible(slots_T, attention_mask, cache):
     """
     if attention_mask is not None and attention_mask.ndim == 4:
         return attention_mask  # made by generate, for a cache of fixed length
-    if attention_mask is None and cache is None:
-        return None
-    num_slots = len(slots_T) if attention_mask is None else attention_mask.shape[1]
+    num_slots = len(slots_T)
     if cache is not None:
         fixed = getattr(cache.layers[0], "max_cache_len", None) if cache.layers else None
         num_slots = fixed or cache.get_seq_length() + len(slots_T)
+    if num_slots == len(slots_T) and not has_padding(attention_mask):
+        return None
     keys_S = torch.arange(num_slots, device=slots_T.device)
     mask_B1TS = (keys_S <= slots_T[:, None])[None, None]
     if attention_mask is not None:
@@ -275,6 +297,13 @@ def visible(slots_T, attention_mask, cache):
         mask_B1TS = mask_B1TS & given_BS[:, None, None, :]
         mask_B1TS = mask_B1TS | (keys_S == slots_T[:, None])[None, None]
     return mask_B1TS
+
+
+def has_padding(attention_mask) -> bool:
+    """Return whether a mask hides anything; while code is compiled, whether it might."""
+    if attention_mask is None:
+        return False
+    return torch.compiler.is_compiling() or not attention_mask.all()
 
 
 def angles(position_ids_BT, head_dim: int, base: float):
