@@ -11,6 +11,7 @@ from openelm_jax.config import MeshConfig
 from openelm_jax.errors import UserError
 from openelm_jax.parallel.mesh import (
     MeshShape,
+    arranged,
     check_context,
     check_rows,
     granules_of,
@@ -98,9 +99,20 @@ def test_an_axis_of_all_chips_is_made_of_the_rings_of_the_torus(bounds):
 
 
 def make_mesh_of_stand_ins(devices):
-    from openelm_jax.parallel import mesh
+    return SimpleNamespace(devices=arranged(MeshShape(fsdp=len(devices)), devices))
 
-    return SimpleNamespace(devices=mesh._arranged(MeshShape(fsdp=len(devices)), devices))
+
+@pytest.mark.parametrize("shape", [MeshShape(2, 32), MeshShape(4, 16), MeshShape(1, 64)])
+def test_an_axis_of_all_chips_of_each_slice_is_made_of_the_rings_of_its_torus(shape):
+    """jax would lay one long ring through a slice of 4 x 4 chips."""
+    chips = tpus(4, 4, 1, slices=4)
+    for chip in chips:
+        chip.device_kind = "TPU v5 lite"
+    mesh = SimpleNamespace(devices=arranged(shape, chips[::-1]))
+    assert rings_of(mesh) == ((4, 4) if shape.fsdp == 16 else (shape.fsdp // 16, 4, 4))
+    # A copy of the state is on as few slices as can be.
+    slices = [{chip.slice_index for chip in row.flat} for row in mesh.devices]
+    assert [len(each) for each in slices] == [shape.fsdp // 16] * shape.replica
 
 
 def test_chips_in_another_order_are_one_ring():

@@ -77,25 +77,62 @@ def test_every_accelerator_has_a_peak_and_less_memory_than_advertised() -> None:
         assert 0.85 < accelerator.memory / 2**30 / accelerator.advertised_gib < 1.01
 
 
+def rings(name: str, **sizes: int) -> dict[str, tuple[tuple[int, float], ...]]:
+    """Return the (length, rate) of each axis' rings, those of one device left out."""
+    found = axis_rings(parse_topology(name), sizes)
+    return {axis: passed.rings for axis, passed in found.items() if axis in sizes}
+
+
 def test_a_closed_ring_brings_data_from_both_sides() -> None:
     # A cube of v5p is closed in all three directions, a 4x4 of v5e in none, a v5e pod in both.
-    assert axis_rings(parse_topology("v5p:4x4x4"), {"fsdp": 64}) == {"fsdp": ((4, 200e9),) * 3}
-    assert axis_rings(parse_topology("v5e:4x4"), {"fsdp": 16}) == {"fsdp": ((4, 50e9),) * 2}
-    assert axis_rings(parse_topology("v5e:16x16"), {"fsdp": 256}) == {"fsdp": ((16, 100e9),) * 2}
-    half = {"fsdp": ((8, 50e9), (16, 100e9))}
-    assert axis_rings(parse_topology("v5e:8x16"), {"fsdp": 128}) == half
+    assert rings("v5p:4x4x4", fsdp=64) == {"fsdp": ((4, 200e9),) * 3}
+    assert rings("v5e:4x4", fsdp=16) == {"fsdp": ((4, 50e9),) * 2}
+    assert rings("v5e:16x16", fsdp=256) == {"fsdp": ((16, 100e9),) * 2}
+    assert rings("v5e:8x16", fsdp=128) == {"fsdp": ((8, 50e9), (16, 100e9))}
+    assert rings("v5e:1x1", fsdp=1) == {"fsdp": ()}
+
+
+def test_the_devices_of_a_chip_are_six_times_as_near_as_chips() -> None:
+    # They share the links of their chip: 1,200 GB/s both ways / 2 / 6 links / 2 devices, and twice
+    # that around a ring. Six times the 100 GB/s of a chip's link joins them.
+    torus = ((4, 100e9),) * 3
+    assert rings("tpu7x:4x4x4", fsdp=128) == {"fsdp": (*torus, (2, 600e9))}
+    assert rings("tpu7x:4x4x4", fsdp=64, tensor=2) == {"fsdp": torus, "tensor": ((2, 600e9),)}
 
 
 def test_axes_share_the_directions_of_a_torus() -> None:
-    rings = axis_rings(parse_topology("v5p:4x4x4"), {"tensor": 4, "fsdp": 16})
-    assert rings == {"tensor": ((4, 200e9),), "fsdp": ((4, 200e9), (4, 200e9))}
-    # Two devices are no whole direction of a 4x4: they have one link, and so has what is left.
-    assert axis_rings(parse_topology("v5e:4x4"), {"tensor": 2, "fsdp": 8}) == {
-        "tensor": ((2, 50e9),),
-        "fsdp": ((8, 50e9),),
-    }
+    cube = axis_rings(parse_topology("v5p:4x4x4"), {"tensor": 4, "fsdp": 16})
+    assert cube["tensor"].rings == ((4, 200e9),)
+    assert cube["fsdp"].rings == ((4, 200e9), (4, 200e9))
+    assert all(passed.assumed is None for passed in cube.values())
+
+
+def test_a_part_of_a_direction_has_its_share_of_the_links() -> None:
+    found = axis_rings(parse_topology("v5e:8x8"), {"tensor": 2, "fsdp": 32})
+    # Neighbours have the link between them; every second device shares each link with those
+    # between, and other rows are free.
+    assert found["tensor"].rings == ((2, 50e9),)
+    assert sorted(found["fsdp"].rings) == [(4, 25e9), (8, 50e9)]
+    for axis in ("tensor", "fsdp"):
+        assert found[axis].assumed is not None
+        assert "share" in found[axis].assumed
+    # Around a closed direction of 16 every second device has links on both sides.
+    pod = axis_rings(parse_topology("v5e:16x16"), {"tensor": 2, "fsdp": 128})
+    assert pod["tensor"].rings == ((2, 50e9),)
+    assert sorted(pod["fsdp"].rings) == [(8, 50e9), (16, 100e9)]
+
+
+def test_devices_that_follow_no_direction_are_said_to_be_bounded_as_a_line() -> None:
+    # jax lays eight chips of v5e in a ring: 0 1 2 3, and back.
+    found = axis_rings(parse_topology("v5e:2x4"), {"tensor": 2, "fsdp": 4})
+    assert found["tensor"].rings == ((2, 50e9),)
+    assert found["fsdp"].rings == ((4, 50e9),)
+    assert found["fsdp"].assumed is not None
+    assert "line of neighbours" in found["fsdp"].assumed
 
 
 def test_a_gpu_has_its_switch_for_every_axis() -> None:
-    rings = axis_rings(parse_topology("h100:8"), {"tensor": 2, "fsdp": 4})
-    assert rings == {"tensor": ((2, 450e9),), "fsdp": ((4, 450e9),)}
+    found = axis_rings(parse_topology("h100:8"), {"tensor": 2, "fsdp": 4})
+    assert found["tensor"].rings == ((2, 450e9),)
+    assert found["fsdp"].rings == ((4, 450e9),)
+    assert all(passed.assumed is None for passed in found.values())

@@ -104,7 +104,7 @@ def make_mesh(shape: MeshShape, devices: Sequence[Any] | None = None) -> Mesh:
     """
     devices = jax.devices() if devices is None else devices
     axis_types = (jax.sharding.AxisType.Auto,) * len(AXES)
-    return Mesh(_arranged(shape, list(devices)), AXES, axis_types=axis_types)
+    return Mesh(arranged(shape, devices), AXES, axis_types=axis_types)
 
 
 def rings_of(mesh: Mesh) -> tuple[int, ...]:
@@ -115,7 +115,16 @@ def rings_of(mesh: Mesh) -> tuple[int, ...]:
     line = mesh.devices[0, :, 0, 0]
     if line[0].platform != "tpu":
         return (len(line),)
-    places = np.array([_place(device) for device in line])
+    rings = rings_along([place_of(device) for device in line])
+    return tuple(length for _, length in rings) if rings else (len(line),)
+
+
+def rings_along(line: Sequence[tuple[int, ...]]) -> tuple[tuple[int, int], ...]:
+    """Return (dimension, length) of the rings that places follow one by one, outermost first.
+
+    Empty where they do not, or are one.
+    """
+    places = np.array(line)
     strides = {}
     for dim in range(places.shape[1]):
         moved = np.flatnonzero(places[:, dim] != places[0, dim])
@@ -126,10 +135,10 @@ def rings_of(mesh: Mesh) -> tuple[int, ...]:
         length = len(np.unique(places[:, dim]))
         cycle = np.repeat(places[: stride * length : stride, dim], stride)
         if stride != inner or not np.array_equal(places[:, dim], np.resize(cycle, len(places))):
-            return (len(line),)
-        rings.append(length)
+            return ()
+        rings.append((dim, length))
         inner *= length
-    return tuple(reversed(rings)) if inner == len(line) and rings else (len(line),)
+    return tuple(reversed(rings)) if inner == len(places) else ()
 
 
 def row_groups(mesh: Mesh) -> tuple[tuple[int, ...], ...]:
@@ -163,16 +172,19 @@ def reader_of(mesh: Mesh, process: int) -> tuple[int, int]:
     return distinct.index(groups[process]), len(distinct)
 
 
-def _arranged(shape: MeshShape, devices: list[Any]) -> np.ndarray:
+def arranged(shape: MeshShape, devices: Sequence[Any]) -> np.ndarray:
+    """Return the devices as an array of the mesh's axes."""
+    devices = list(devices)
     platform = devices[0].platform
     granules = granules_of(devices)
     if platform == "cpu":
         # Not in the order of jax.devices(), which may go back and forth between the processes.
         devices.sort(key=lambda device: (device.process_index, device.id))
         return np.array(devices).reshape(shape)
-    if platform == "tpu" and shape.fsdp == len(devices):
-        # Ring by ring; jax would lay one long ring through some slices, and XLA use none of them.
-        devices.sort(key=_place)
+    if platform == "tpu" and shape.fsdp % (len(devices) // granules) == 0:
+        # Whole slices, ring by ring; jax would lay one long ring through some, and XLA use no ring
+        # of theirs.
+        devices.sort(key=place_of)
         return np.array(devices).reshape(shape)
     if granules == 1:
         return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
@@ -195,7 +207,7 @@ def _arranged(shape: MeshShape, devices: list[Any]) -> np.ndarray:
     )
 
 
-def _place(device: Any) -> tuple[int, ...]:
+def place_of(device: Any) -> tuple[int, ...]:
     """Return where a TPU stands: its slice, the chip's coordinates, its core of the chip."""
     return (_granule(device), *device.coords, getattr(device, "core_on_chip", 0))
 

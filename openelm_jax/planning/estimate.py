@@ -18,7 +18,13 @@ from openelm_jax.parallel.sharding import Layout, make_layout
 from openelm_jax.planning.collectives import Collective
 from openelm_jax.planning.compiled import CompiledStep
 from openelm_jax.planning.memory import parts_of, recomputed, stored_parameters
-from openelm_jax.planning.roofline import Roofline, memory_bytes, product_flops, roofline
+from openelm_jax.planning.roofline import (
+    Roofline,
+    memory_bytes,
+    product_flops,
+    rings_within,
+    roofline,
+)
 from openelm_jax.planning.topologies import GIB, Topology
 from openelm_jax.planning.traffic import planned_collectives
 
@@ -285,6 +291,9 @@ def _notes(experiment: Experiment, topology: Topology, layout: Layout) -> Iterat
     mesh: MeshShape = layout.mesh
     if mesh.context > 1 and topology.accelerator.platform == "gpu":
         yield "no kernel of GPUs knows a context axis: portable attention holds scores besides"
+    for axis, passed in rings_within(topology, mesh._asdict()).items():
+        if passed.assumed:
+            yield f"{axis} {passed.assumed}"
     whole = [i for i, kind in enumerate(layout.attention) if kind == "whole"]
     queries = [i for i, kind in enumerate(layout.attention) if kind == "queries"]
     if mesh.tensor > 1 and whole:

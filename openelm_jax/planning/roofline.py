@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from openelm_jax.config import ModelConfig
 from openelm_jax.model.scaling import LayerShape
 from openelm_jax.planning.collectives import Collective
-from openelm_jax.planning.topologies import Topology, axis_rings
+from openelm_jax.planning.topologies import AxisRings, Topology, axis_rings
 
 SECONDS_A_DAY = 86_400
 RESOURCES = ("compute", "HBM", "interconnect", "network")
@@ -93,14 +93,8 @@ def transfer_seconds(
     gathering. An axis that spans g granules receives (g - 1) / g of the array from the others, once
     for all of a granule's devices in the axis, and does the rest within.
     """
-    granules = dict.fromkeys(mesh, 1)
-    # The outermost axes span the granules: replica first, then fsdp.
-    left = topology.granules
-    for axis in ("replica", "fsdp"):
-        shared = math.gcd(left, mesh.get(axis, 1))
-        granules[axis], left = shared, left // shared
-    within = {axis: size // granules[axis] for axis, size in mesh.items()}
-    rings = axis_rings(topology, dict(reversed(within.items())))
+    granules = granules_by_axis(topology, mesh)
+    rings = rings_within(topology, mesh)
 
     interconnect = network = 0.0
     for each in collectives:
@@ -108,11 +102,27 @@ def transfer_seconds(
         whole, across = float(each.bytes), 1
         for axis in each.axes.split("+"):
             across *= granules[axis]
-            for extent, rate in rings[axis]:
+            for extent, rate in rings[axis].rings:
                 interconnect += times * whole * (extent - 1) / extent / rate
                 whole /= extent
         network += times * whole * (across - 1) / across / topology.accelerator.network
     return interconnect, network
+
+
+def granules_by_axis(topology: Topology, mesh: dict[str, int]) -> dict[str, int]:
+    """Return how many granules each axis spans: the outermost do, replica first, then fsdp."""
+    granules = dict.fromkeys(mesh, 1)
+    left = topology.granules
+    for axis in ("replica", "fsdp"):
+        shared = math.gcd(left, mesh.get(axis, 1))
+        granules[axis], left = shared, left // shared
+    return granules
+
+
+def rings_within(topology: Topology, mesh: dict[str, int]) -> dict[str, AxisRings]:
+    """Return what each axis' transfers pass within a granule."""
+    granules = granules_by_axis(topology, mesh)
+    return axis_rings(topology, {axis: size // granules[axis] for axis, size in mesh.items()})
 
 
 def product_flops(

@@ -2,19 +2,24 @@
 
 A device is what JAX calls one: a TPU chip, one of the two cores of a TPU7x chip, or a GPU.
 Devices that share a fast network form a granule: a slice of TPUs, or a node of GPUs.
+
+Where the devices of a mesh's axis stand in a slice is what `parallel/mesh.py` says of stand-ins.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import combinations
+from functools import cached_property, lru_cache
+from itertools import product
+from types import SimpleNamespace
 from typing import Literal, NamedTuple
 
 from openelm_jax.errors import UserError
 from openelm_jax.parallel.devices import memory_bytes, peak_flops
+from openelm_jax.parallel.mesh import MeshShape, arranged, place_of, rings_along
 
 GIB = 2**30
 FLAT_SLICES = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
@@ -36,7 +41,8 @@ class Accelerator:
 
     `memory` is what a program may use, in bytes, `advertised_gib` what the maker says there is.
     Rates are bytes a second in one direction: `link` of one link to a neighbour in the torus (TPU)
-    or of all links into the node's switch (GPU), `network` between granules.
+    or of all links into the node's switch (GPU), `core_link` between the devices of a chip,
+    `network` between granules.
     """
 
     name: str
@@ -49,6 +55,7 @@ class Accelerator:
     network: float
     slices: tuple[str, ...]
     devices_per_chip: int = 1
+    core_link: float = 0.0
 
     def peak_flops(self, dtype: str = "bfloat16") -> float:
         """Return the dense FLOP/s of products in `dtype`."""
@@ -61,6 +68,8 @@ class Accelerator:
 # 2026-11): HBM; a link is the bidirectional interconnect bandwidth of a chip / 2 / its links (six
 # in a 3D torus, four in a 2D one), v4's from arXiv 2304.01433; the network is the DCN bandwidth of
 # a chip, v5e's that of a pod / 256 and v4's that of the "How to scale your model" book (as v5p's).
+# TPU7x: the two devices of a chip share its links; between them is what its page calls D2D, six
+# times as fast as a link of a chip (100 GB/s).
 # What a program may use of a TPU is the limit that its compiler states.
 # GPU rates are those of NVIDIA's data sheets: NVLink, and one network card a GPU as in DGX systems
 # (A100: 200 Gb/s, later: 400 Gb/s); memory is what nvidia-smi lists less a tenth, the default that
@@ -91,7 +100,7 @@ ACCELERATORS = {
         Accelerator(
             name="tpu7x", platform="tpu", device_kind="TPU7x", advertised_gib=96,
             memory=94.75 * GIB, memory_rate=3690e9, link=50e9, network=6.25e9,
-            slices=SOLID_SLICES, devices_per_chip=2,
+            slices=SOLID_SLICES, devices_per_chip=2, core_link=600e9,
         ),
         Accelerator(
             name="a100", platform="gpu", device_kind="NVIDIA A100", advertised_gib=80,
@@ -115,6 +124,14 @@ ACCELERATORS = {
         ),
     )
 }  # fmt: skip
+
+
+class Direction(NamedTuple):
+    """Devices in a row: how many, a link's bytes a second, and whether the last has the first."""
+
+    extent: int
+    link: float
+    closed: bool
 
 
 class Ring(NamedTuple):
@@ -158,22 +175,37 @@ class Topology:
         return self.slice_name + (f"x{self.granules}" if self.granules > 1 else ""), 1
 
     @cached_property
-    def rings(self) -> tuple[Ring, ...]:
-        """The directions of the torus.
+    def directions(self) -> tuple[Direction, ...]:
+        """Those of the torus, and that from one device of a chip to the other.
 
-        A closed ring brings data from both sides. A direction is closed where Google's pages say
-        so: in slices of whole 4x4x4 cubes, and in a flat slice's direction of 16.
+        A direction is closed where Google's pages say so: in slices of whole 4x4x4 cubes, and in a
+        flat slice's direction of 16.
         """
         accelerator = self.accelerator
         solid = len(self.bounds) == 3
         cubes = solid and all(extent % 4 == 0 for extent in self.bounds)
-        rings = []
-        for extent in self.bounds:
-            closed = cubes or (not solid and extent == 16)
-            rings.append(Ring(extent, accelerator.link * (2 if closed else 1)))
-        if accelerator.devices_per_chip > 1:
-            rings.append(Ring(accelerator.devices_per_chip, accelerator.link))
-        return tuple(ring for ring in rings if ring.extent > 1)
+        torus = [
+            Direction(extent, accelerator.link, cubes or (not solid and extent == 16))
+            for extent in self.bounds
+        ]
+        flat = [Direction(1, accelerator.link, False)] * (3 - len(torus))
+        cores = Direction(accelerator.devices_per_chip, accelerator.core_link, False)
+        return (*torus, *flat, cores)
+
+    @cached_property
+    def stand_ins(self) -> tuple[SimpleNamespace, ...]:
+        """What says of each device of one slice of TPUs no more than where it stands."""
+        *bounds, cores = (range(direction.extent) for direction in self.directions)
+        return tuple(
+            SimpleNamespace(
+                platform="tpu",
+                device_kind=self.accelerator.device_kind,
+                slice_index=0,
+                coords=chip,
+                core_on_chip=core,
+            )
+            for *chip, core in product(*bounds, cores)
+        )
 
 
 def parse_topology(name: str, slices: int = 1) -> Topology:
@@ -210,25 +242,61 @@ def parse_topology(name: str, slices: int = 1) -> Topology:
     )
 
 
-def axis_rings(topology: Topology, sizes: dict[str, int]) -> dict[str, tuple[Ring, ...]]:
-    """Return for each mesh axis the rings within a granule that its transfers pass, one by one.
+@dataclass(frozen=True, kw_only=True)
+class AxisRings:
+    """The rings within a granule that an axis' transfers pass, the last of a gathering first.
 
-    Axes take whole directions of the torus, the first axis first, as many as their size covers;
-    an axis that fits none has a line of its own. A GPU has its switch for every axis.
+    `assumed` says by what they are bounded, where the axis is not made of whole directions.
     """
-    left = list(topology.rings) if topology.accelerator.platform == "tpu" else []
-    rings: dict[str, tuple[Ring, ...]] = {}
-    for axis, size in sizes.items():
-        taken = _covering(left, size)
-        for ring in taken:
-            left.remove(ring)
-        rings[axis] = taken or (Ring(size, topology.accelerator.link),)
-    return rings
+
+    rings: tuple[Ring, ...]
+    assumed: str | None = None
 
 
-def _covering(rings: list[Ring], size: int) -> tuple[Ring, ...]:
-    for count in range(len(rings), 0, -1):
-        for chosen in combinations(rings, count):
-            if math.prod(ring.extent for ring in chosen) == size:
-                return chosen
-    return ()
+def axis_rings(topology: Topology, sizes: dict[str, int]) -> dict[str, AxisRings]:
+    """Return for each mesh axis, of so many devices of a granule, what its transfers pass.
+
+    Of a direction of the torus that several axes share each has a part: neighbours, who have one
+    link, or devices some steps apart, who share the links between them with those that stand there.
+    A GPU has its switch for every axis.
+    """
+    return dict(_axis_rings(topology, MeshShape(**sizes)))
+
+
+@lru_cache(maxsize=1024)
+def _axis_rings(topology: Topology, sizes: MeshShape) -> dict[str, AxisRings]:
+    link = topology.accelerator.link
+    if topology.accelerator.platform == "gpu" or sizes.devices != topology.granule_devices:
+        return {
+            axis: AxisRings(rings=(Ring(size, link),)) for axis, size in sizes._asdict().items()
+        }
+    devices = arranged(sizes, topology.stand_ins)
+    found = {}
+    for dim, (axis, size) in enumerate(sizes._asdict().items()):
+        at_first = tuple(slice(None) if other == dim else 0 for other in range(len(sizes)))
+        places = [place_of(device) for device in devices[at_first]]
+        found[axis] = _rings_of_places(topology, places) if size > 1 else AxisRings(rings=())
+    return found
+
+
+def _rings_of_places(topology: Topology, places: Sequence[tuple[int, ...]]) -> AxisRings:
+    along = rings_along(places)
+    if not along:
+        return AxisRings(
+            rings=(Ring(len(places), topology.accelerator.link),),
+            assumed="follows no directions of the torus, and is bounded as a line of neighbours",
+        )
+    rings, shared = [], False
+    for dim, length in along:
+        extent, link, closed = topology.directions[dim - 1]  # after the slice's number
+        steps = sorted({place[dim] for place in places})
+        stride = steps[1] - steps[0]
+        around = closed and length * stride == extent
+        rings.append(Ring(length, link * (2 if around else 1) / stride))
+        shared |= length != extent
+    return AxisRings(
+        rings=tuple(rings),
+        assumed="shares directions of the torus, and is bounded by its share of their links"
+        if shared
+        else None,
+    )
