@@ -209,6 +209,7 @@ def add_the_matrix_that_apples_code_never_calls(file):
 
 def test_a_new_model_is_drawn_as_ours_is(exported):
     config = transformers.AutoConfig.from_pretrained(exported, trust_remote_code=True)
+    torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=True)
 
     width, layers = CONFIG.model_dim, CONFIG.num_layers
@@ -218,23 +219,18 @@ def test_a_new_model_is_drawn_as_ours_is(exported):
             assert (weight == 1).all(), name
             continue
         expected = width**-0.5 * ((2 * layers) ** -0.5 if name.endswith(into_residual) else 1)
-        assert abs(weight.std().item() / expected - 1) < 0.05, name
-        assert abs(weight.mean().item()) < 0.05 * expected, name
+        assert abs(weight.std().item() / expected - 1) < 0.1, name
+        assert abs(weight.mean().item()) < 0.1 * expected, name
     assert model.lm_head.weight is model.transformer.token_embeddings.weight
 
 
 @pytest.mark.parametrize(
     "changes",
-    [
-        {"num_layers": 2, "qkv_multipliers": 0.678, "ffn_multipliers": 3.765},
+    [  # numbers that rounding at the wrong place would turn into other shapes
+        {"num_layers": 2, "qkv_multipliers": 1.118, "ffn_multipliers": 0.504},
         {"num_layers": 2, "qkv_multipliers": (0.678, 1.07), "ffn_multipliers": (0.5, 3.765)},
-        {
-            "qkv_multipliers": 1.118,
-            "num_gqa_groups": 1,
-            "model_dim": 1280,
-            "ffn_multipliers": 1.344,
-        },
-        {"qkv_multipliers": (0.5, 0.815), "ffn_multipliers": (0.135, 4.005)},
+        {"qkv_multipliers": 0.504, "ffn_multipliers": 1.344},
+        {"qkv_multipliers": (0.51, 2.515), "ffn_multipliers": (0.51, 2.515)},
         {"qkv_multipliers": (0.513, 0.9, 0.777), "ffn_multipliers": (1.111, 2.0, 3.333)},
         {"num_layers": 1, "qkv_multipliers": (0.513, 0.9), "ffn_multipliers": 1.111},
     ],
@@ -243,7 +239,7 @@ def test_a_new_model_is_drawn_as_ours_is(exported):
 def test_its_configuration_makes_our_shapes_of_our_fields(changes):
     from openelm_jax.weights.remote_code.configuration_openelm import OpenELMConfig
 
-    config = tiny(**changes)
+    config = tiny(model_dim=1280, head_dim=4, ffn_dim_divisor=8, **changes)
     theirs = OpenELMConfig(**json.loads(json.dumps(fields_of_config(config, "float32"))))
     shapes = layer_shapes(config)
     assert theirs.ffn_dims == [shape.ffn_dim for shape in shapes]
