@@ -90,7 +90,8 @@ def test_mlx_lm_computes_the_same_logits_from_the_export(tiny, tmp_path):
 
     from openelm_jax import load
 
-    command("openelm_jax.export", "--from", str(tiny), "--to", "hf", "--out", str(tmp_path / "hf"))
+    to = ("--to", "hf", "--dtype", "float32", "--out", str(tmp_path / "hf"))
+    command("openelm_jax.export", "--from", str(tiny), *to)
     model = load(tiny)
     ids = model.tokenizer.encode("It is my duty to give to the Congress information.")[None]
     other, _ = load_model(tmp_path / "hf")
