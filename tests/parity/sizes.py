@@ -111,7 +111,7 @@ def float64(directory: Path, tokens: np.ndarray, greedy: int) -> tuple[np.ndarra
         model = torch_model(stored.config)
         load_params(model, stored)
         model = model.eval().double()
-        # rotate() and the norms take float() of what they get: here that must keep 64 bits.
+        # rotate() and angles() take float() of what they get: here that must keep 64 bits.
         torch.Tensor.float = torch.Tensor.double
         ids = torch.from_numpy(tokens[None].astype(np.int64))
         return model(ids).logits[0].numpy(), [-1] * greedy
