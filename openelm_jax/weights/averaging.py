@@ -15,7 +15,7 @@ from openelm_jax.weights.stored import StoredWeights
 def average(models: Sequence[StoredWeights]) -> StoredWeights:
     """Return the mean of models, with the configuration and tokenizer of the last.
 
-    A parameter is added up in float64 when it is read, one model after the other, divided, and
+    A parameter is added up in float64 when it is read, the last model's first, divided, and
     rounded once, to the type that it is stored in. (`average_ckpts` in CoreNet's
     checkpoint_utils.py.) Reading raises UserError for a parameter that differs in shape or type.
     """
@@ -23,8 +23,8 @@ def average(models: Sequence[StoredWeights]) -> StoredWeights:
 
     def read(path: ParamPath) -> np.ndarray:
         example = last.read(path)
-        total = np.zeros(example.shape, np.float64)
-        for model in models:
+        total = example.astype(np.float64)
+        for model in models[:-1]:
             array = model.read(path)
             if (array.shape, array.dtype) != (example.shape, example.dtype):
                 raise UserError(

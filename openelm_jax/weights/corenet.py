@@ -40,7 +40,14 @@ def open_corenet(file: Path, exp: str | None = None) -> Iterator[StoredWeights]:
     """
     tensors = state_dict(load_file(file), file)
     config = config_of(file, exp, tensors)
-    yield StoredWeights(config=config, read=reader(config, tensors, str(file)), source=str(file))
+    reader(config, tensors, str(file))  # so that it refuses another model before anything is read
+    del tensors
+
+    def read(path: ParamPath) -> np.ndarray:
+        # The file is mapped anew: a mapping that stays keeps in memory all that was ever read.
+        return reader(config, state_dict(load_file(file), file), str(file))(path)
+
+    yield StoredWeights(config=config, read=read, source=str(file))
 
 
 def write_corenet(directory: Path, stored: StoredWeights, *, dtype: str | None = None) -> None:

@@ -36,7 +36,7 @@ from openelm_jax.weights.names import from_reference, reference_shapes, to_refer
 from openelm_jax.weights.safetensors_files import (
     MAX_SHARD_BYTES,
     TensorKind,
-    open_tensors,
+    find_tensors,
     write_tensors,
 )
 from openelm_jax.weights.stored import StoredWeights
@@ -56,30 +56,28 @@ def open_huggingface(directory: Path) -> Iterator[StoredWeights]:
     fields = read_json(directory / CONFIG)
     config = config_from_fields(fields, str(directory / CONFIG))
     how = quantization_in(fields, str(directory / CONFIG))
-    with open_tensors(directory) as tensors:
+    tensors = find_tensors(directory)
 
-        def read_plain(name: str) -> np.ndarray:
-            if (code := tensors[name].get_dtype()) not in READABLE:
-                raise UserError(
-                    f"{directory}: {name} is stored as {code}; "
-                    f"known are {', '.join(READABLE.values())}."
-                )
-            return tensors[name][:]
+    def read_plain(name: str) -> np.ndarray:
+        if (code := tensors[name].code) not in READABLE:
+            known = ", ".join(READABLE.values())
+            raise UserError(f"{directory}: {name} is stored as {code}; known are {known}.")
+        return tensors[name].read()
 
-        def read(name: str) -> np.ndarray:
-            if how is None or not is_packed(tensors[name]):
-                return read_plain(name)
-            scales, biases = (read_plain(part) for part in parts_of(name))
-            return dequantize(tensors[name][:], scales, biases, how)
+    def read(name: str) -> np.ndarray:
+        if how is None or not is_packed(tensors[name]):
+            return read_plain(name)
+        scales, biases = (read_plain(part) for part in parts_of(name))
+        return dequantize(tensors[name].read(), scales, biases, how)
 
-        shapes = {name: tuple(tensor.get_shape()) for name, tensor in tensors.items()}
-        if how is not None:
-            shapes = logical_shapes(tensors, how, str(directory))
-        yield StoredWeights(
-            config=config,
-            read=from_reference(config, shapes, read, str(directory)),
-            source=str(directory),
-        )
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    if how is not None:
+        shapes = logical_shapes(tensors, how, str(directory))
+    yield StoredWeights(
+        config=config,
+        read=from_reference(config, shapes, read, str(directory)),
+        source=str(directory),
+    )
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from openelm_jax.errors import UserError
 from openelm_jax.model.scaling import parameter_count
 from openelm_jax.weights.huggingface_config import ExportDType
 from openelm_jax.weights.names import named_weights, to_reference
-from openelm_jax.weights.safetensors_files import TensorKind, warn_of_overflow
+from openelm_jax.weights.safetensors_files import FileTensor, TensorKind, warn_of_overflow
 from openelm_jax.weights.stored import StoredWeights
 
 WORD_BITS = 32
@@ -108,13 +108,13 @@ def bits_per_weight(stored: StoredWeights, kinds: Mapping[str, TensorKind]) -> f
 
 
 def logical_shapes(
-    tensors: Mapping[str, Any], how: Quantization, where: str
+    tensors: Mapping[str, FileTensor], how: Quantization, where: str
 ) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the tensors that a quantised file stands for.
 
     Raises UserError for a packed matrix without its scales and biases, or with another's.
     """
-    shapes = {name: tuple(tensor.get_shape()) for name, tensor in tensors.items()}
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
     for name in [name for name, tensor in tensors.items() if is_packed(tensor)]:
         rows, words = shapes[name]
         width = words * WORD_BITS // how.bits
@@ -149,6 +149,6 @@ def parts_of(name: str) -> tuple[str, str]:
     return f"{module}.scales", f"{module}.biases"
 
 
-def is_packed(tensor: Any) -> bool:
+def is_packed(tensor: FileTensor) -> bool:
     """Whether a tensor of a quantised file is a packed matrix."""
-    return tensor.get_dtype() == "U32" and len(tensor.get_shape()) == 2
+    return tensor.code == "U32" and len(tensor.shape) == 2

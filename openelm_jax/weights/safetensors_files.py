@@ -10,8 +10,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -50,12 +49,25 @@ class TensorKind:
         return math.prod(self.shape) * np.dtype(CODES[self.code]).itemsize
 
 
-@contextmanager
-def open_tensors(directory: Path) -> Iterator[dict[str, Any]]:
-    """Give lazy slices of every tensor in the directory's weight files, by name.
+@dataclass(frozen=True)
+class FileTensor:
+    """A tensor in a file, its code and its shape; read with `read()`."""
 
-    A slice has `get_shape()`, `get_dtype()`, and is read with `[:]`. Raises UserError for a file
-    that is missing, damaged or cut short.
+    file: Path
+    name: str
+    code: str
+    shape: tuple[int, ...]
+
+    def read(self) -> np.ndarray:
+        # The file is mapped anew: a mapping that stays keeps in memory all that was ever read.
+        with safetensors.safe_open(self.file, "np") as opened:
+            return opened.get_tensor(self.name)
+
+
+def find_tensors(directory: Path) -> dict[str, FileTensor]:
+    """Return every tensor in the directory's weight files, by name.
+
+    Raises UserError for a file that is missing, damaged or cut short.
     """
     if (directory / INDEX).is_file():
         index = read_json(directory / INDEX)
@@ -65,20 +77,21 @@ def open_tensors(directory: Path) -> Iterator[dict[str, Any]]:
         files = [directory / name for name in sorted(set(names.values()))]
     else:
         files = [directory / WEIGHTS]
-    with ExitStack() as stack:
-        tensors: dict[str, Any] = {}
-        for file in files:
-            if not file.is_file():
-                listed = f", which {INDEX} lists," if len(files) > 1 else ""
-                raise UserError(f"{file}{listed} is missing; fetch it, or export again.")
-            try:
-                opened = stack.enter_context(safetensors.safe_open(file, "np"))
-            except safetensors.SafetensorError as fault:
-                raise UserError(
-                    f"{file} is damaged or cut short ({fault}); fetch it again."
-                ) from None
-            tensors |= {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-        yield tensors
+    tensors: dict[str, FileTensor] = {}
+    for file in files:
+        if not file.is_file():
+            listed = f", which {INDEX} lists," if len(files) > 1 else ""
+            raise UserError(f"{file}{listed} is missing; fetch it, or export again.")
+        try:
+            with safetensors.safe_open(file, "np") as opened:
+                for name in opened.keys():  # noqa: SIM118
+                    found = opened.get_slice(name)
+                    tensors[name] = FileTensor(
+                        file, name, found.get_dtype(), tuple(found.get_shape())
+                    )
+        except safetensors.SafetensorError as fault:
+            raise UserError(f"{file} is damaged or cut short ({fault}); fetch it again.") from None
+    return tensors
 
 
 def write_tensors(
