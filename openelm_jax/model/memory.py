@@ -303,6 +303,8 @@ class StepBytes:
     """Whole matrices in the compute dtype, and whole gradients that are not yet divided."""
     logits: int
     moment: str
+    scores: int = 0
+    """Of a kernel of attention that holds them, which `parallel/memory.py` knows."""
 
     @property
     def state(self) -> int:
@@ -310,8 +312,8 @@ class StepBytes:
 
     @property
     def total(self) -> int:
-        made = self.gradients + self.accumulated + self.activations + self.gathered + self.logits
-        return self.state + made
+        made = self.gradients + self.accumulated + self.activations + self.scores
+        return self.state + made + self.gathered + self.logits
 
 
 def step_bytes(

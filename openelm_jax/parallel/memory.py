@@ -11,6 +11,7 @@ from typing import Any
 from openelm_jax.config import Experiment
 from openelm_jax.errors import UserError
 from openelm_jax.model.memory import (
+    FLOAT32,
     GIB,
     Remat,
     StepBytes,
@@ -19,6 +20,7 @@ from openelm_jax.model.memory import (
     step_bytes,
     uniform_block,
 )
+from openelm_jax.parallel.attention import choose_kernel
 from openelm_jax.parallel.devices import memory_bytes
 from openelm_jax.parallel.sharding import Layout
 
@@ -64,9 +66,39 @@ def device_bytes(
         context=mesh.context,
         lanes=lanes_of(device_kind),
     )
+    held = dataclasses.replace(held, scores=score_bytes(experiment, layout, device_kind))
     if lanes_of(device_kind) and training.accumulation > 1:
         return dataclasses.replace(held, activations=int(LOOP_SLACK * held.activations))
     return held
+
+
+def score_bytes(experiment: Experiment, layout: Layout, device_kind: str) -> int:
+    """Return what attention's gradient holds of scores in the layer with the most heads.
+
+    Only the portable kernel holds any: the weights and their gradient in float32, and what the
+    products read where their type is a narrower one. Raises UserError where `choose_kernel` does.
+    """
+    model, training, context = experiment.model, experiment.training, layout.mesh.context
+    kernel = choose_kernel(
+        training.attention,
+        platform=_platform(device_kind),
+        device_kind=device_kind,
+        dtype=training.dtype,
+        head_dim=model.head_dim,
+        context_length=model.context_length,
+        isolating=experiment.data.isolate_documents,
+        context=context,
+        probe=False,
+    )
+    if kernel.name != "portable":
+        return 0
+    heads = max(layer.num_query_heads for layer in layout.layers)
+    scores = tokens_of_part(experiment, layout) * heads * model.context_length
+    return scores * (2 * FLOAT32 + DTYPE_BYTES[training.dtype] % FLOAT32)
+
+
+def _platform(device_kind: str) -> str:
+    return {"TPU": "tpu", "NVI": "gpu"}.get(device_kind[:3], "cpu")
 
 
 def shards_of(layout: Layout) -> int:

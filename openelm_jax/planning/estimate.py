@@ -60,11 +60,12 @@ class Estimate:
     notes: tuple[str, ...]
     model_flops: float
     recomputed_flops: float
-    block_alone: tuple[int, float | None] | None
-    """With remat=budget: on how many layers `block` alone would have to be to fit, and how many
-    times the FLOPs of products and attention it would compute again (None: this does none)."""
     collectives: tuple[Collective, ...]
     bound: Roofline
+    block_alone: tuple[int, float | None] | None = None
+    """With remat=budget: on how many layers `block` alone would have to be to fit, and how many
+    times the FLOPs of products and attention it would compute again (None: this does none). A
+    search, where it would be most of the work, leaves it out."""
     compiled: CompiledStep | None = None
 
 
@@ -82,7 +83,11 @@ def estimate(experiment: Experiment, topology: Topology) -> Estimate:
     Raises UserError for a mesh that does not multiply out or a batch that cannot be divided. One
     that does not fit names the nearest setting that does.
     """
-    found = _estimate(experiment, topology, _held(experiment, topology))
+    holding = _held(experiment, topology)
+    found = dataclasses.replace(
+        _estimate(experiment, topology, holding),
+        block_alone=_block_alone(experiment, topology, holding),
+    )
     if found.fits:
         return found
     return dataclasses.replace(found, advice=_advice(experiment, topology))
@@ -150,7 +155,6 @@ def _estimate(experiment: Experiment, topology: Topology, holding: Held) -> Esti
         notes=tuple(_notes(experiment, topology, layout)),
         model_flops=flops,
         recomputed_flops=again_flops,
-        block_alone=_block_alone(experiment, topology, holding),
         collectives=collectives,
         bound=bound,
     )
@@ -290,7 +294,7 @@ def _meshes(experiment: Experiment, topology: Topology) -> Iterator[MeshConfig]:
 def _notes(experiment: Experiment, topology: Topology, layout: Layout) -> Iterator[str]:
     mesh: MeshShape = layout.mesh
     if mesh.context > 1 and topology.accelerator.platform == "gpu":
-        yield "no kernel of GPUs knows a context axis: portable attention holds scores besides"
+        yield "no kernel of GPUs knows a context axis: portable attention holds scores"
     for axis, passed in rings_within(topology, mesh._asdict()).items():
         if passed.assumed:
             yield f"{axis} {passed.assumed}"

@@ -5,8 +5,9 @@
 Not a test: 3B takes 12 GB of disk a format, as much memory, and minutes. Each program runs in a
 process of its own, the exported files between them. Norms are drawn around 1 with a spread of 0.2,
 since with norms of exactly 1 a program that forgets them is right. Prints, for each program, the
-largest difference of a logit, alone and as a share of the logits' standard deviation, and how many
-tokens of a greedy continuation are the same.
+largest difference of a logit from ours, as a share of the logits' standard deviation, and how many
+tokens of a greedy continuation are the same; with float64 among the programs, how far each is from
+that as well.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ def float64(directory: Path, tokens: np.ndarray, greedy: int) -> tuple[np.ndarra
         # rotate() and angles() take float() of what they get: here that must keep 64 bits.
         torch.Tensor.float = torch.Tensor.double
         ids = torch.from_numpy(tokens[None].astype(np.int64))
-        return model(ids).logits[0].numpy(), [-1] * greedy
+        return model(ids).logits[0].numpy(), []
 
 
 def llama_cpp(directory: Path, tokens: np.ndarray, greedy: int) -> tuple[np.ndarray, list[int]]:
@@ -179,15 +180,17 @@ def main() -> None:
                 )
         std = float(logits["ours"].std())
         for name in programs:
-            most = float(np.abs(logits[name] - logits["ours"]).max())
-            same = sum(
-                a == b for a, b in zip(continuations[name], continuations["ours"], strict=True)
-            )
-            print(
-                f"{arguments.size} {name}: {most:.2e}, {most / std:.2e} of the standard deviation "
-                f"{std:.3f}; {same} of {arguments.greedy} tokens the same",
-                flush=True,
-            )
+            parts = [f"{_apart(logits[name], logits['ours']) / std:.2e} of the standard deviation"]
+            if "float64" in logits and name != "float64":
+                parts.append(f"{_apart(logits[name], logits['float64']) / std:.2e} from float64")
+            if continuations[name]:
+                pairs = zip(continuations[name], continuations["ours"], strict=True)
+                parts.append(f"{sum(a == b for a, b in pairs)} of {arguments.greedy} tokens")
+            print(f"{arguments.size} {name}: {'; '.join(parts)}", flush=True)
+
+
+def _apart(these: np.ndarray, those: np.ndarray) -> float:
+    return float(np.abs(these - those).max())
 
 
 if __name__ == "__main__":
