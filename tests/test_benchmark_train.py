@@ -71,7 +71,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> dict[Any, float]:
         side = arguments[0] if len(arguments) > 1 else "loop"
         yield lambda question: known[side, question]
 
-    monkeypatch.setattr(training, "_process", process)
+    monkeypatch.setattr(training, "_side", process)
     monkeypatch.setattr(training.importlib.util, "find_spec", lambda name: object())
     return known
 

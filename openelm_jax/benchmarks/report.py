@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import platform
 import statistics
+import subprocess
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,6 +77,15 @@ def describe_machine(packages: Iterable[str]) -> dict[str, str]:
         "system": platform.platform(),
         "python": platform.python_version(),
     } | {name: version for name in packages if (version := _version(name))}
+
+
+def commit() -> str | None:
+    """Return which commit this code is of, marked where it was changed; None outside git."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 def format_figures(machine: dict[str, str], figures: list[Figure]) -> str:

@@ -13,16 +13,15 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import itertools
-import multiprocessing
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 
+from openelm_jax.benchmarks.processes import Ask, process, questions
 from openelm_jax.benchmarks.report import Figure, median_figure
 from openelm_jax.config import DType, Experiment
 from openelm_jax.errors import UserError
@@ -62,8 +61,8 @@ def measure_steps(experiment: Experiment, seconds: float) -> list[Figure]:
     dtype = experiment.training.dtype
     tokens_per_step = experiment.training.global_batch_size * experiment.model.context_length
     with (
-        _process(_serve_steps, "ours", experiment) as ours,
-        _process(_serve_steps, "torch", experiment) as theirs,
+        _side(_serve_steps, "ours", experiment) as ours,
+        _side(_serve_steps, "torch", experiment) as theirs,
     ):
         losses = [side("loss") for side in (ours, theirs)]
         distance = abs(losses[0] / losses[1] - 1)
@@ -93,7 +92,7 @@ def measure_steps(experiment: Experiment, seconds: float) -> list[Figure]:
 
 def measure_loop(experiment: Experiment, seconds: float) -> list[Figure]:
     """Compare the trainer's loop and feed with calling the same compiled step in a row."""
-    with _process(_serve_loop, experiment) as turn:
+    with _side(_serve_loop, experiment) as turn:
         pairs = _alternate(lambda: turn("loop"), lambda: turn("bare"), seconds)
     return [
         median_figure(
@@ -140,41 +139,14 @@ def _rows(experiment: Experiment) -> Iterator[np.ndarray]:
         yield random.integers(0, experiment.model.vocab_size, shape, dtype=np.int32)
 
 
-@contextmanager
-def _process(serve: Callable[..., None], *arguments: Any) -> Iterator[Callable[[Any], Any]]:
-    """Give a function that asks a process of its own and waits for the answer.
-
-    Spawned, not forked: nothing of the other side is in it.
-    """
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    process = context.Process(target=_on_the_cpu, args=(serve, there, *arguments), daemon=True)
-    process.start()
-    there.close()
-
-    def ask(question: Any) -> Any:
-        try:
-            here.send(question)
-            return here.recv()
-        except (EOFError, BrokenPipeError, ConnectionResetError):
-            process.join()
-            raise UserError(
-                f"benchmark train: one side ended with code {process.exitcode} (see above); if "
-                "memory ran out, take fewer rows with --training.global-batch-size or tokens with "
-                "--model.context-length."
-            ) from None
-
-    try:
-        yield ask
-    finally:
-        here.close()
-        process.terminate()
-        process.join()
-
-
-def _on_the_cpu(serve: Callable[..., None], *arguments: Any) -> None:
-    os.environ["JAX_PLATFORMS"] = "cpu"  # jax is not imported yet
-    serve(*arguments)
+def _side(serve: Callable[..., None], *arguments: Any) -> AbstractContextManager[Ask]:
+    return process(
+        serve,
+        *arguments,
+        benchmark="benchmark train",
+        cure="if memory ran out, take fewer rows with --training.global-batch-size or tokens with "
+        "--model.context-length",
+    )
 
 
 def _serve_steps(connection: Connection, side: str, experiment: Experiment) -> None:
@@ -185,7 +157,7 @@ def _serve_steps(connection: Connection, side: str, experiment: Experiment) -> N
     step = {"ours": our_step, "torch": torch_step}[side](experiment)
     rows = _rows(experiment)
     first_loss = step(next(rows))
-    for count in _questions(connection):
+    for count in questions(connection):
         if count == "loss":
             connection.send(first_loss)
             continue
@@ -239,11 +211,5 @@ def _serve_loop(connection: Connection, experiment: Experiment) -> None:
             return time.perf_counter() - begin
 
     kinds = {"loop": loop, "bare": bare}
-    for kind in _questions(connection):
+    for kind in questions(connection):
         connection.send(kinds[kind]() / len(rows))
-
-
-def _questions(connection: Connection) -> Iterator[Any]:
-    with connection, suppress(EOFError):
-        while True:
-            yield connection.recv()
