@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from openelm_jax.command_line import command_parser, run
 from openelm_jax.errors import UserError
 
+if TYPE_CHECKING:
+    from openelm_jax.generation.language_model import Completion
+
 EXAMPLES = """
 python -m openelm_jax.generate --from runs/tiny --prompt "The state of the Union"
 python -m openelm_jax.generate --from runs/tiny@500 --prompt-file prompts.txt --json
+python -m openelm_jax.generate --from exports/3b --draft exports/270m --prompt "We must" --stream
 """
 
 
@@ -22,34 +28,47 @@ def main(argv: list[str]) -> None:
 
     from openelm_jax.generation.language_model import load
     from openelm_jax.generation.sampling import Sampling
+    from openelm_jax.generation.speculative import Tally, proposal_count
 
+    proposal_count(arguments.prompt_lookup, arguments.draft is not None, arguments.draft_tokens)
     sampling = Sampling(
         temperature=arguments.temperature,
         top_k=arguments.top_k,
         top_p=arguments.top_p,
         seed=arguments.seed,
+        repetition_penalty=arguments.repetition_penalty,
     )
     model = load(arguments.where, arguments.tokenizer, exp=arguments.exp)
+    draft = load(arguments.draft, arguments.tokenizer) if arguments.draft else None
+    speculation = model.speculation(arguments.prompt_lookup, draft, arguments.draft_tokens)
+    tally = Tally()
 
     if arguments.stream:
         for row, prompt in enumerate(prompts):
             print(prompt, end="", flush=True)
-            for piece in model.stream(prompt, arguments.max_tokens, sampling, row):
+            pieces = model.stream(prompt, arguments.max_tokens, sampling, row, speculation, tally)
+            for piece in pieces:
                 print(piece, end="", flush=True)
             print("\n" if row + 1 < len(prompts) else "", flush=True)
-        return
-    completions = model.complete(prompts, arguments.max_tokens, sampling)
-    if arguments.json:
-        for completion in completions:
-            fields = {
-                "prompt": completion.prompt,
-                "text": completion.text,
-                "tokens": completion.tokens,
-                "finish_reason": completion.finish_reason,
-            }
-            print(json.dumps(fields, ensure_ascii=False))
     else:
+        completions = model.complete(prompts, arguments.max_tokens, sampling, speculation, tally)
+        _print(completions, as_json=arguments.json)
+    if speculation is not None:
+        print(tally, file=sys.stderr)
+
+
+def _print(completions: list[Completion], *, as_json: bool) -> None:
+    if not as_json:
         print("\n\n".join(completion.prompt + completion.text for completion in completions))
+        return
+    for completion in completions:
+        fields = {
+            "prompt": completion.prompt,
+            "text": completion.text,
+            "tokens": completion.tokens,
+            "finish_reason": completion.finish_reason,
+        }
+        print(json.dumps(fields, ensure_ascii=False))
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
@@ -75,6 +94,24 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     flag("--top-k", type=int, default=0, metavar="K", help="only the K likeliest tokens; 0: all")
     flag("--top-p", type=float, default=0.95, metavar="P", help="only the top share P (0.95)")
     flag("--seed", type=int, default=0, metavar="N", help="same seed, same text (0)")
+    flag(
+        "--repetition-penalty",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="above 1: tokens that the text has are less likely; 1: none (1)",
+    )
+    flag(
+        "--prompt-lookup",
+        type=int,
+        nargs="?",
+        const=10,
+        metavar="K",
+        help="faster where a text repeats itself: propose the K tokens (10) that followed where its "
+        "last ones stood before",
+    )
+    flag("--draft", metavar="WHERE", help="faster: a smaller model that proposes tokens to this")
+    flag("--draft-tokens", type=int, metavar="K", help="how many at a time (4)")
     flag("--tokenizer", metavar="FILE", help="SentencePiece file, if WHERE has none or another")
     flag("--exp", metavar="NAME", help="the experiment that a CoreNet .pt without .yaml is of")
     output = parser.add_mutually_exclusive_group()

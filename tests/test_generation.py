@@ -22,7 +22,7 @@ from openelm_jax.config import ModelConfig
 from openelm_jax.errors import UserError
 from openelm_jax.generation import engine
 from openelm_jax.generation.language_model import LanguageModel
-from openelm_jax.generation.sampling import Sampling, choose
+from openelm_jax.generation.sampling import Request, Sampling, choose
 from openelm_jax.model.decoder import Decoder, init_params
 from openelm_jax.tokenizer import train_tokenizer
 
@@ -211,8 +211,7 @@ def test_bfloat16_decodes_with_a_bfloat16_cache():
             16,
             PARAMS,
             np.zeros((1, 16), np.int32),
-            np.ones(1, np.int32),
-            engine._Request(np.zeros(1, np.uint32), 320, 2, 0, 0.0, 0, 1.0),
+            Request(np.zeros(1, np.uint32), np.ones(1, np.int32), 320, 2, 15, 0, 0.0, 0, 1.0, 1.0),
         )
     )
     assert {x.dtype for x in jax.tree.leaves(state.cache)} == {jnp.dtype("bfloat16")}

@@ -2,8 +2,9 @@
 
 Prompts of different lengths share a batch, padded on the right: a row's padding lies behind its
 tokens, so causality hides it (`write_cache`), and its next token goes where the padding began.
+Where tokens are proposed (`speculative.py`), rows advance by different numbers of tokens a call.
 
-Legend: B batch, T time, D model, V vocab, I tokens of a block.
+Legend: B batch, T time, S cache length, K proposed tokens, D model, V vocab, I tokens of a block.
 """
 
 from __future__ import annotations
@@ -20,11 +21,21 @@ import numpy as np
 
 from openelm_jax.config import ModelConfig
 from openelm_jax.errors import UserError
-from openelm_jax.generation.sampling import Sampling, choose, row_keys
+from openelm_jax.generation.forward import apply, extend
+from openelm_jax.generation.sampling import Request, Sampling, next_tokens
+from openelm_jax.generation.speculative import (
+    Counts,
+    Speculation,
+    Tally,
+    agreement,
+    begin,
+    count_call,
+    propose,
+)
 from openelm_jax.model.cache import Cache, init_cache
 from openelm_jax.model.decoder import Decoder, Params
 
-BLOCK = 32  # tokens between two looks of the host
+BLOCK = 32  # calls of the model between two looks of the host
 
 
 @dataclass(frozen=True)
@@ -35,25 +46,14 @@ class Continuation:
     finish_reason: Literal["stop", "length"]
 
 
-class _Request(NamedTuple):
-    """What stays the same through the loop. Traced, so that only shapes compile anew."""
-
-    rows_B: Any
-    vocab_size: Any
-    eos_id: Any
-    seed: Any
-    temperature: Any
-    top_k: Any
-    top_p: Any
-
-
 class _State(NamedTuple):
     cache: Cache
-    token_B: jax.Array
-    """The newest token of each row, not yet fed to the model."""
-    position_B: jax.Array
-    """Where it stands in its row."""
-    step: jax.Array
+    kept: Any
+    """What proposals are made with: a draft model's cache, or nothing."""
+    text_BS: jax.Array
+    """Each row's tokens, the prompt's first. The newest has not been fed to the model."""
+    length_B: jax.Array
+    """How many they are; what stands behind them is of no meaning."""
     finished_B: jax.Array
 
 
@@ -68,6 +68,8 @@ def generate(
     sampling: Sampling,
     dtype: jax.typing.DTypeLike,
     first_row: int = 0,
+    speculation: Speculation | None = None,
+    tally: Tally | None = None,
 ) -> list[Continuation]:
     """Return the continuation of each prompt; arguments as for `stream`."""
     blocks = stream(
@@ -80,6 +82,8 @@ def generate(
         sampling=sampling,
         dtype=dtype,
         first_row=first_row,
+        speculation=speculation,
+        tally=tally,
     )
     return [_until_eos(row, eos_id) for row in np.concatenate(list(blocks), axis=1).tolist()]
 
@@ -96,53 +100,65 @@ def stream(
     dtype: jax.typing.DTypeLike,
     first_row: int = 0,
     block: int = BLOCK,
+    speculation: Speculation | None = None,
+    tally: Tally | None = None,
 ) -> Iterator[np.ndarray]:
     """Yield the new tokens [B, I] as they come; a row that has ended goes on with `eos_id`.
 
     Prompts are token ids with <s>, at least one each. Ids from `vocab_size` on are never chosen.
-    Prompt i is sampled with the seed and the number first_row + i alone, in whatever batch. One
-    line on stderr says when a text passes the context length; it goes on all the same.
+    Prompt i is sampled with the seed and the number first_row + i alone, in whatever batch. The
+    host looks every `block` calls of the model, and yields what all rows have that go on. The
+    outcome of `speculation` is added to `tally`. One line on stderr says when a text passes the
+    context length; it goes on all the same.
     """
     if max_tokens < 1:
         raise UserError(f"max_tokens is {max_tokens}: it must be at least 1.")
     assert prompts, "no prompts"
     assert all(len(prompt) for prompt in prompts), "an empty prompt has <s>"
-    request = _Request(
+    prompt_B = np.array([len(prompt) for prompt in prompts], np.int32)
+    request = Request(
         rows_B=np.arange(first_row, first_row + len(prompts), dtype=np.uint32),
+        prompt_B=prompt_B,
         vocab_size=np.int32(config.vocab_size if vocab_size is None else vocab_size),
         eos_id=np.int32(eos_id),
+        max_tokens=np.int32(max_tokens),
         seed=np.uint32(sampling.seed % 2**32),
         temperature=np.float32(sampling.temperature),
         top_k=np.int32(sampling.top_k),
         top_p=np.float32(sampling.top_p),
+        repetition_penalty=np.float32(sampling.repetition_penalty),
     )
-    lengths_B = np.array([len(prompt) for prompt in prompts], np.int32)
-    longest = int(lengths_B.max())
+    longest = int(prompt_B.max())
     tokens_BT = np.zeros((len(prompts), bucket(longest)), np.int32)
     for row, prompt in zip(tokens_BT, prompts, strict=True):
         row[: len(prompt)] = prompt
-    cache_length = bucket(longest + max_tokens)
+    proposed = 0 if speculation is None else speculation.count
+    cache_length = bucket(longest + max_tokens + proposed)
 
-    state = _prefill(config, dtype, cache_length, params, tokens_BT, lengths_B, request)
-    # Copies: the state's own buffers are given away with the next block.
-    tokens_BI, finished_B = np.array(state.token_B)[:, None], np.array(state.finished_B)
-    done, warned = 1, False
+    state = _prefill(config, dtype, cache_length, params, tokens_BT, request, speculation)
+    sent, warned = 0, False
     while True:
-        lengths_B = lengths_B + (tokens_BI != eos_id).sum(axis=1)
-        if not warned and lengths_B.max() > config.context_length:
+        # Copies: the state's own buffers are given away with the next block.
+        text_BS, length_B = np.array(state.text_BS), np.array(state.length_B)
+        finished_B = np.array(state.finished_B)
+        new_BI = _new_tokens(text_BS, length_B, prompt_B, eos_id)
+        text_length = (prompt_B + (new_BI != eos_id).sum(axis=1)).max()
+        if not warned and text_length > config.context_length:
             warned = True
             print(
                 f"warning: the text is longer than the {config.context_length} tokens "
                 "that the model was trained to see.",
                 file=sys.stderr,
             )
-        yield tokens_BI
-        if done == max_tokens or finished_B.all():
+        count_B = length_B - prompt_B
+        ready = int(count_B.max() if finished_B.all() else count_B[~finished_B].min())
+        yield new_BI[:, sent:ready]
+        sent = ready
+        if finished_B.all():
             return
-        limit = np.int32(min(block, max_tokens - done))
-        state, new_BI, count = _decode(config, dtype, params, state, request, limit)
-        tokens_BI, finished_B = np.array(new_BI)[:, : int(count)], np.array(state.finished_B)
-        done += int(count)
+        state, counts = _decode(config, dtype, params, state, request, np.int32(block), speculation)
+        if tally is not None:
+            tally.add(counts)
 
 
 def bucket(length: int) -> int:
@@ -152,13 +168,6 @@ def bucket(length: int) -> int:
     return -(-length // 256) * 256
 
 
-def apply(decoder: Decoder, params: Params, method: str, *arguments: Any) -> Any:
-    """Return what a method of the decoder does; float32 is float32 on GPUs and TPUs as well."""
-    exact = jnp.dtype(decoder.dtype) == jnp.float32
-    with jax.default_matmul_precision("highest" if exact else "default"):
-        return decoder.apply({"params": params}, *arguments, method=method)
-
-
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def _prefill(
     config: ModelConfig,
@@ -166,19 +175,21 @@ def _prefill(
     cache_length: int,
     params: Params,
     tokens_BT: jax.Array,
-    lengths_B: jax.Array,
-    request: _Request,
+    request: Request,
+    speculation: Speculation | None = None,
 ) -> _State:
     batch_size, length = tokens_BT.shape
-    positions_BT = jnp.broadcast_to(jnp.arange(length), tokens_BT.shape)
     cache = init_cache(config, batch_size, cache_length, dtype)
-    decoder = Decoder(config, dtype=dtype)
-    hidden_BTD, cache = apply(decoder, params, "hidden", tokens_BT, positions_BT, cache)
-    last_BD = jnp.take_along_axis(hidden_BTD, (lengths_B - 1)[:, None, None], axis=1)[:, 0]
-    logits_BV = apply(decoder, params, "logits", last_BD)
-    step = jnp.int32(0)
-    token_B = _next_token(logits_BV, request, step)
-    return _State(cache, token_B, lengths_B, step + 1, token_B == request.eos_id)
+    first_B = jnp.zeros(batch_size, jnp.int32)
+    hidden_BTD, cache = extend(config, dtype, params, tokens_BT, first_B, cache)
+    length_B = request.prompt_B
+    last_B1D = jnp.take_along_axis(hidden_BTD, (length_B - 1)[:, None, None], axis=1)
+    logits_B1V = apply(Decoder(config, dtype=dtype), params, "logits", last_B1D)
+    text_BS = jnp.pad(tokens_BT, ((0, 0), (0, cache_length - length)))
+    chosen_B1 = next_tokens(logits_B1V, text_BS, length_B, request)
+    kept = begin(speculation, tokens_BT, cache_length)
+    nobody_B = jnp.zeros(batch_size, bool)
+    return _append(_State(cache, kept, text_BS, length_B, nobody_B), chosen_B1, 1, request)
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
@@ -187,42 +198,70 @@ def _decode(
     dtype: jax.typing.DTypeLike,
     params: Params,
     state: _State,
-    request: _Request,
+    request: Request,
     limit: jax.Array,
-) -> tuple[_State, jax.Array, jax.Array]:
-    """Return the state after at most `limit` more tokens, those [B, BLOCK], and their count."""
+    speculation: Speculation | None = None,
+) -> tuple[_State, Counts]:
+    """Return the state after at most `limit` more calls of the model, and what they came to."""
     decoder = Decoder(config, dtype=dtype)
-    eos_B = jnp.full_like(state.token_B, request.eos_id)
-    tokens_BI = jnp.broadcast_to(eos_B[:, None], (eos_B.size, BLOCK))
 
-    def proceed(carry: tuple[_State, jax.Array, jax.Array]) -> jax.Array:
+    def proceed(carry: tuple[_State, Counts, jax.Array]) -> jax.Array:
         state, _, i = carry
         return (i < limit) & ~state.finished_B.all()
 
-    def one_token(
-        carry: tuple[_State, jax.Array, jax.Array],
-    ) -> tuple[_State, jax.Array, jax.Array]:
-        state, tokens_BI, i = carry
-        token_B1, position_B1 = state.token_B[:, None], state.position_B[:, None]
-        hidden_BTD, cache = apply(decoder, params, "hidden", token_B1, position_B1, state.cache)
-        logits_BV = apply(decoder, params, "logits", hidden_BTD[:, 0])
-        token_B = jnp.where(state.finished_B, eos_B, _next_token(logits_BV, request, state.step))
-        finished_B = state.finished_B | (token_B == eos_B)
-        state = _State(cache, token_B, state.position_B + 1, state.step + 1, finished_B)
-        return state, tokens_BI.at[:, i].set(token_B), i + 1
+    def one_call(carry: tuple[_State, Counts, jax.Array]) -> tuple[_State, Counts, jax.Array]:
+        (cache, kept, text_BS, length_B, finished_B), counts, i = carry
+        kept, proposal_BK = propose(speculation, kept, text_BS, length_B, request)
+        text_BS = _write(text_BS, length_B, jnp.maximum(proposal_BK, 0))
+        fed_T = jnp.arange(-1, proposal_BK.shape[1])
+        fed_BT = jnp.take_along_axis(text_BS, length_B[:, None] + fed_T, axis=1)
+        hidden_BTD, cache = extend(config, dtype, params, fed_BT, length_B - 1, cache)
+        logits_BTV = apply(decoder, params, "logits", hidden_BTD)
+        chosen_BT = next_tokens(logits_BTV, text_BS, length_B, request)
+        agreed_B = agreement(proposal_BK, chosen_BT)
+        before = _State(cache, kept, text_BS, length_B, finished_B)
+        after = _append(before, chosen_BT, agreed_B + 1, request)
+        if speculation is not None:
+            new_B = after.length_B - length_B
+            counts = count_call(counts, proposal_BK, agreed_B, new_B)
+        return after, counts, i + 1
 
-    return jax.lax.while_loop(proceed, one_token, (state, tokens_BI, jnp.int32(0)))
+    counts = Counts(*jnp.zeros(4, jnp.int32))
+    state, counts, _ = jax.lax.while_loop(proceed, one_call, (state, counts, jnp.int32(0)))
+    return state, counts
 
 
-def _next_token(logits_BV: jax.Array, request: _Request, step: jax.Array) -> jax.Array:
-    real_V = jnp.arange(logits_BV.shape[-1]) < request.vocab_size
-    return choose(
-        jnp.where(real_V, logits_BV, -jnp.inf),
-        row_keys(request.seed, request.rows_B, step),
-        request.temperature,
-        request.top_k,
-        request.top_p,
+def _append(
+    state: _State, chosen_BT: jax.Array, most_B: jax.typing.ArrayLike, request: Request
+) -> _State:
+    """Return the state with `most_B` of the chosen tokens, or those up to </s> or `max_tokens`."""
+    num_tokens = chosen_BT.shape[1]
+    ends_BT = chosen_BT == request.eos_id
+    until_end_B = jnp.where(ends_BT.any(axis=1), jnp.argmax(ends_BT, axis=1) + 1, num_tokens + 1)
+    room_B = request.prompt_B + request.max_tokens - state.length_B
+    new_B = jnp.minimum(jnp.minimum(most_B, until_end_B), room_B)
+    new_B = jnp.where(state.finished_B, 0, new_B)
+    return state._replace(
+        text_BS=_write(state.text_BS, state.length_B, chosen_BT),
+        length_B=state.length_B + new_B,
+        finished_B=state.finished_B | (new_B == until_end_B) | (new_B == room_B),
     )
+
+
+def _write(text_BS: jax.Array, start_B: jax.Array, tokens_BT: jax.Array) -> jax.Array:
+    rows_B1 = jnp.arange(text_BS.shape[0])[:, None]
+    slots_BT = start_B[:, None] + jnp.arange(tokens_BT.shape[1])
+    return text_BS.at[rows_B1, slots_BT].set(tokens_BT)
+
+
+def _new_tokens(
+    text_BS: np.ndarray, length_B: np.ndarray, prompt_B: np.ndarray, eos_id: int
+) -> np.ndarray:
+    """Return what stands behind each prompt [B, I], rows of fewer tokens filled with `eos_id`."""
+    new_BI = np.full((len(text_BS), (length_B - prompt_B).max()), eos_id, np.int32)
+    for new, text, start, stop in zip(new_BI, text_BS, prompt_B, length_B, strict=True):
+        new[: stop - start] = text[start:stop]
+    return new_BI
 
 
 def _until_eos(tokens: list[int], eos_id: int) -> Continuation:

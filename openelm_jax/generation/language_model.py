@@ -18,7 +18,15 @@ import numpy as np
 from openelm_jax.config import DType, ModelConfig
 from openelm_jax.errors import UserError
 from openelm_jax.generation import engine
+from openelm_jax.generation.forward import apply
 from openelm_jax.generation.sampling import Sampling
+from openelm_jax.generation.speculative import (
+    Draft,
+    PromptLookup,
+    Speculation,
+    Tally,
+    proposal_count,
+)
 from openelm_jax.model.decoder import Decoder, Params
 from openelm_jax.tokenizer import Tokenizer
 from openelm_jax.weights.load import load_weights
@@ -74,15 +82,55 @@ class LanguageModel:
         top_k: int = 0,
         top_p: float = 1.0,
         seed: int = 0,
+        repetition_penalty: float = 1.0,
+        prompt_lookup: int | None = None,
+        draft: LanguageModel | None = None,
+        draft_tokens: int | None = None,
     ) -> list[str]:
-        """Return the text that continues each prompt; temperature 0 is greedy."""
-        sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-        return [completion.text for completion in self.complete(prompts, max_tokens, sampling)]
+        """Return the text that continues each prompt; temperature 0 is greedy.
+
+        `prompt_lookup` tokens from the text itself, or `draft_tokens` of the model `draft`, are
+        proposed at a time: a matter of speed, not of the text.
+        """
+        sampling = Sampling(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            repetition_penalty=repetition_penalty,
+        )
+        speculation = self.speculation(prompt_lookup, draft, draft_tokens)
+        completions = self.complete(prompts, max_tokens, sampling, speculation)
+        return [completion.text for completion in completions]
+
+    def speculation(
+        self,
+        prompt_lookup: int | None = None,
+        draft: LanguageModel | None = None,
+        draft_tokens: int | None = None,
+    ) -> Speculation | None:
+        """Return how tokens are proposed to this model, None for not at all.
+
+        Raises UserError for two ways at once, and for a draft model of another vocabulary.
+        """
+        count = proposal_count(prompt_lookup, draft is not None, draft_tokens)
+        if draft is None:
+            return PromptLookup(count) if count else None
+        _check_same_vocabulary(self._need_tokenizer(), draft._need_tokenizer())
+        return Draft(draft.config, draft._device_params, draft.dtype, count)
 
     def complete(
-        self, prompts: Sequence[str], max_tokens: int, sampling: Sampling
+        self,
+        prompts: Sequence[str],
+        max_tokens: int,
+        sampling: Sampling,
+        speculation: Speculation | None = None,
+        tally: Tally | None = None,
     ) -> list[Completion]:
-        """Return each prompt's continuation with its tokens and the reason of its end."""
+        """Return each prompt's continuation with its tokens and the reason of its end.
+
+        What `speculation` comes to is added to `tally`.
+        """
         if isinstance(prompts, str):
             raise UserError("prompts is one string: give a list of them.")
         if not prompts:
@@ -98,6 +146,8 @@ class LanguageModel:
             vocab_size=tokenizer.vocab_size,
             sampling=sampling,
             dtype=self.dtype,
+            speculation=speculation,
+            tally=tally,
         )
         return [
             Completion(
@@ -107,7 +157,13 @@ class LanguageModel:
         ]
 
     def stream(
-        self, prompt: str, max_tokens: int, sampling: Sampling, row: int = 0
+        self,
+        prompt: str,
+        max_tokens: int,
+        sampling: Sampling,
+        row: int = 0,
+        speculation: Speculation | None = None,
+        tally: Tally | None = None,
     ) -> Iterator[str]:
         """Yield in pieces the text that continues `prompt`, as `complete` does its prompt `row`.
 
@@ -126,6 +182,8 @@ class LanguageModel:
             dtype=self.dtype,
             first_row=row,
             block=1,
+            speculation=speculation,
+            tally=tally,
         )
         new: list[int] = []
         shown = ""
@@ -169,6 +227,26 @@ def _new_text(tokenizer: Tokenizer, before: Sequence[int], new: Sequence[int]) -
     return tokenizer.decode([*before, *new])[len(tokenizer.decode(before)) :]
 
 
+def _check_same_vocabulary(ours: Tokenizer, theirs: Tokenizer) -> None:
+    """Raise UserError unless each id is the same piece for both."""
+    if ours.sha256 == theirs.sha256:
+        return
+    if ours.vocab_size != theirs.vocab_size:
+        difference = f"{theirs.vocab_size:,} pieces, not {ours.vocab_size:,}"
+    else:
+        pairs = enumerate(zip(ours.pieces, theirs.pieces, strict=True))
+        differs = [
+            i for i, (our, their) in pairs if (our.text, our.kind) != (their.text, their.kind)
+        ]
+        if not differs:
+            return
+        i = differs[0]
+        difference = f"id {i} is {theirs.pieces[i].text!r}, not {ours.pieces[i].text!r}"
+    raise UserError(
+        f"the draft model has another vocabulary ({difference}): give one with the same tokenizer."
+    )
+
+
 @partial(jax.jit, static_argnums=(0, 1))
 def _logits(config: ModelConfig, dtype: DType, params: Params, tokens_BT: jax.Array) -> jax.Array:
-    return engine.apply(Decoder(config, dtype=dtype), params, "__call__", tokens_BT)
+    return apply(Decoder(config, dtype=dtype), params, "__call__", tokens_BT)
