@@ -42,6 +42,8 @@ def main(argv: list[str]) -> None:
 
     require_new(out)
     with open_weights(arguments.where, arguments.tokenizer, arguments.exp) as stored:
+        if arguments.to == "mlx":
+            _refuse_what_mlx_lm_lacks(stored)
         for line in _warnings(arguments.to, stored):
             _say(f"warning: {line}")
         if arguments.to in ("hf", "mlx", "gguf"):  # the others keep the rows of training
@@ -102,10 +104,20 @@ def _write(directory: Path, stored: StoredWeights, arguments: argparse.Namespace
             return "as stored"
 
 
+def _refuse_what_mlx_lm_lacks(stored: StoredWeights) -> None:
+    from openelm_jax.weights.huggingface_config import what_mlx_lm_lacks
+
+    if lacking := what_mlx_lm_lacks(stored.config):
+        raise UserError(
+            f"--to mlx: mlx-lm's openelm cannot run a model with {' and '.join(lacking)}; "
+            "export --to hf."
+        )
+
+
 def _warnings(target: str, stored: StoredWeights) -> list[str]:
     from openelm_jax.weights.huggingface_config import differing_readers
 
-    lines = differing_readers(stored.config) if target in ("hf", "mlx") else []
+    lines = differing_readers(stored.config) if target == "hf" else []
     if stored.tokenizer is None and target != "gguf":
         lines.insert(
             0,

@@ -13,6 +13,8 @@ ExportDType = Literal["float32", "bfloat16", "float16"]
 
 ACTIVATIONS = {"swish": "swish", "silu": "swish", "gelu": "gelu"}
 NORMALIZATIONS = {"rms_norm": "rms_norm", "layer_norm": "layer_norm"}
+MOST_LAYERS = 10_000
+"""What a file may ask for: every layer is laid out before a tensor is looked at."""
 
 READ = {
     "activation_fn_name", "ffn_dim_divisor", "ffn_multipliers", "ffn_with_glu", "head_dim",
@@ -89,11 +91,15 @@ def config_from_fields(fields: Mapping[str, Any], where: str) -> ModelConfig:
 
     def choice(name: str, default: str, known: Mapping[str, str]) -> Any:
         value = fields.get(name, default)
-        if value not in known:
+        if not isinstance(value, str) or value not in known:
             raise UserError(f"{where}: {name} is {value!r}; known are {', '.join(known)}.")
         return known[value]
 
     num_layers = required("num_transformer_layers")
+    if isinstance(num_layers, int) and num_layers > MOST_LAYERS:
+        raise UserError(
+            f"{where}: num_transformer_layers is {num_layers}; it must be at most {MOST_LAYERS}."
+        )
     try:
         config = ModelConfig(
             num_layers=num_layers,
@@ -114,11 +120,13 @@ def config_from_fields(fields: Mapping[str, Any], where: str) -> ModelConfig:
             rope_base=number("rope_freq_constant", 10000),
             context_length=fields.get("max_context_length", 2048),
         )
+        _check_heads(config, fields, where)
+    except OverflowError:
+        raise UserError(f"{where}: it has a number that no float holds; correct it.") from None
     except UserError as mistake:
         if str(mistake).startswith(where):
             raise
         raise UserError(f"{where}: {mistake}") from None
-    _check_heads(config, fields, where)
     return config
 
 
@@ -134,8 +142,6 @@ def fields_of_config(config: ModelConfig, dtype: ExportDType) -> dict[str, Any]:
     return {
         "activation_fn_name": config.activation,
         "architectures": ["OpenELMForCausalLM"],
-        "bos_token_id": 1,
-        "eos_token_id": 2,
         "ffn_dim_divisor": config.ffn_dim_divisor,
         "ffn_multipliers": list(expand_multipliers(config.ffn_multipliers, config.num_layers)),
         "ffn_with_glu": config.ffn_with_glu,
@@ -147,6 +153,7 @@ def fields_of_config(config: ModelConfig, dtype: ExportDType) -> dict[str, Any]:
         "normalization_layer_name": config.normalization,
         "normalize_qk_projections": config.normalize_qk_projections,
         "num_gqa_groups": config.num_gqa_groups,
+        "num_hidden_layers": config.num_layers,
         "num_kv_heads": [shape.num_kv_heads for shape in shapes],
         "num_query_heads": [shape.num_query_heads for shape in shapes],
         "num_transformer_layers": config.num_layers,
@@ -161,22 +168,36 @@ def fields_of_config(config: ModelConfig, dtype: ExportDType) -> dict[str, Any]:
     }
 
 
+def what_mlx_lm_lacks(config: ModelConfig) -> list[str]:
+    """Return each thing of the model that mlx-lm's openelm does not have.
+
+    It fails on a feed-forward without a gate, and computes the others otherwise without a word.
+    """
+    faults = {
+        f"{config.normalization} as its norm": config.normalization != "rms_norm",
+        f"the activation {config.activation}": config.activation != "swish",
+        "a feed-forward without a gate (ffn_with_glu)": not config.ffn_with_glu,
+    }
+    return [fault for fault, holds in faults.items() if holds]
+
+
 def differing_readers(config: ModelConfig) -> list[str]:
-    """Return a sentence for each thing in `config` that a published reader does not know."""
-    faults = []
+    """Return a sentence for each published reader that does not compute this model."""
+    sentences = []
+    if lacking := what_mlx_lm_lacks(config):
+        sentences.append(f"mlx-lm cannot run a model with {' and '.join(lacking)}.")
+    apples = []
     if config.normalization != "rms_norm":
-        faults.append("Apple's Hugging Face code and mlx-lm compute rms_norm, not layer_norm.")
-    if config.activation != "swish":
-        faults.append(f"mlx-lm computes swish, not {config.activation}.")
+        apples.append(f"computes rms_norm, not {config.normalization}")
     alphas = _shortest(config.qkv_multipliers, config.num_layers)
     if isinstance(alphas, tuple) and len(alphas) != 2:
-        faults.append(
-            "Apple's Hugging Face code takes one number or a (first, last) pair as "
-            f"qkv_multipliers, not a list of {len(alphas)}."
+        apples.append(
+            "takes one number or a (first, last) pair as qkv_multipliers, not a list of "
+            f"{len(alphas)}"
         )
-    if not config.ffn_with_glu:
-        faults.append("mlx-lm loads no feed-forward without a gate.")
-    return faults
+    if apples:
+        sentences.append(f"Apple's Hugging Face code {' and '.join(apples)}.")
+    return sentences
 
 
 def _refuse_unknown(fields: Mapping[str, Any], where: str) -> None:
