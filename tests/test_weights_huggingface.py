@@ -62,7 +62,7 @@ def test_the_fixture_exports_to_the_files_it_came_from(tmp_path):
         json.loads((directory / "config.json").read_text())
         for directory in (FIXTURE, tmp_path / "export")
     )
-    assert exported == original
+    assert exported == original | {"num_hidden_layers": 4}  # which generic tools ask for
     original, exported = read_tensors(FIXTURE), read_tensors(tmp_path / "export")
     assert len(exported) == 34
     assert exported.keys() == original.keys()
@@ -180,8 +180,54 @@ def test_files_above_a_size_are_split_and_read_together(tmp_path):
     assert_same_params(read_huggingface(tmp_path / "export")[1], params)
 
     (tmp_path / "export" / files[1]).unlink()
-    with pytest.raises(UserError, match=f"{files[1]}.*missing"):
+    with pytest.raises(UserError, match=f"{files[1]} is missing"):
         read_huggingface(tmp_path / "export")
+
+
+NORM = "transformer.norm.weight"
+
+
+def sharded(folder: Path) -> tuple[Path, list[Path], dict[str, str]]:
+    """Return a directory of several files, the files, and the index's map."""
+    write_huggingface(folder, tiny(), random_params(tiny()), max_shard_bytes=100_000)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    return folder, sorted(folder.glob("*.safetensors")), index["weight_map"]
+
+
+def test_a_tensor_that_a_second_file_holds_too_is_refused(tmp_path):
+    """Whichever was read last would win, without a word."""
+    directory, (first, *_, last), weight_map = sharded(tmp_path / "export")
+    name = next(name for name, file in weight_map.items() if file == first.name)
+    tensors = safetensors.numpy.load_file(last)
+    zeros = np.zeros_like(safetensors.numpy.load_file(first)[name])
+    safetensors.numpy.save_file(tensors | {name: zeros}, last)
+
+    holds = f"{last.name} holds {name}, but model.safetensors.index.json says otherwise"
+    with pytest.raises(UserError, match=holds):
+        read_huggingface(directory)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ("model-00001-of-00005.safetensors", f"lacks {NORM}, but"),
+        ("../export/model-00001-of-00005.safetensors", f"has {NORM} in '../export/model.*no name"),
+        ("..", f"has {NORM} in '..', which is no name of a file beside it"),
+        (3, f"has {NORM} in 3, which is no name"),
+        (["x"], f"has {NORM} in .'x'., which is no name"),
+        (None, f"holds {NORM}, but"),
+    ],
+    ids=str,
+)
+def test_an_index_that_does_not_fit_the_files_is_refused(tmp_path, changed, message):
+    directory, files, weight_map = sharded(tmp_path / "export")
+    assert len(files) == 5
+    weight_map[NORM] = changed
+    kept = {name: file for name, file in weight_map.items() if file is not None}
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": kept}))
+
+    with pytest.raises(UserError, match=message):
+        read_huggingface(directory)
 
 
 # --- the vocabulary ----------------------------------------------------------------------------
@@ -246,6 +292,10 @@ def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path):
         ({"tie_word_embeddings": False}, "tie_word_embeddings is False, .*_layers is True"),
         ({"pruned_heads": {"1": [0]}}, "pruned_heads is .* known is {}"),
         ({"rope_freq_constant": "big"}, "rope_freq_constant is 'big'; it must be a number"),
+        ({"rope_freq_constant": 10**400}, "has a number that no float holds"),
+        ({"activation_fn_name": ["swish"]}, r"activation_fn_name is \['swish'\]; known are"),
+        ({"normalization_layer_name": {}}, "normalization_layer_name is {}; known are"),
+        ({"num_transformer_layers": 200_000_000}, "is 200000000; it must be at most 10000"),
         ({"ffn_with_glu": "yes"}, "ffn_with_glu is 'yes'; known are true, false"),
         ({"ffn_multipliers": [1, 2, 3]}, "ffn_multipliers has 3 values"),
         ({"num_query_heads": [2, 4, 2, 4]}, "num_query_heads says 2 for layer 2, .* make it 4"),
@@ -383,8 +433,38 @@ def test_export_says_what_it_could_not_do(tmp_path, capsys):
 
     warnings = capsys.readouterr().err
     assert "no tokenizer: all 40 rows" in warnings
-    assert "mlx-lm computes swish, not gelu" in warnings
-    assert "mlx-lm loads no feed-forward without a gate" in warnings
+    assert (
+        "mlx-lm cannot run a model with the activation gelu and a feed-forward without a gate"
+        in (warnings)
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"normalization": "layer_norm"}, "layer_norm as its norm"),
+        ({"activation": "gelu"}, "the activation gelu"),
+        ({"ffn_with_glu": False}, r"a feed-forward without a gate \(ffn_with_glu\)"),
+    ],
+    ids=str,
+)
+def test_export_refuses_what_mlx_lm_would_compute_otherwise(tmp_path, changes, reason):
+    config = tiny(**changes)
+    write_huggingface(tmp_path / "first", config, random_params(config))
+
+    with pytest.raises(UserError, match=f"mlx-lm's openelm cannot run a model with {reason}; exp"):
+        export.main(f"--from {tmp_path}/first --to mlx --out {tmp_path}/second".split())
+
+    assert [path.name for path in tmp_path.iterdir()] == ["first"]
+
+
+def test_export_to_mlx_says_nothing_of_apples_code(tmp_path, capsys):
+    config = tiny(qkv_multipliers=(0.5, 1.0, 0.75))
+    write_huggingface(tmp_path / "first", config, random_params(config))
+
+    for target, said in (("mlx", False), ("hf", True)):
+        export.main(f"--from {tmp_path}/first --to {target} --out {tmp_path}/{target}".split())
+        assert ("Apple's" in capsys.readouterr().err) == said
 
 
 @pytest.mark.parametrize(("dtype", "warned"), [("float16", True), ("bfloat16", False)])

@@ -67,31 +67,52 @@ class FileTensor:
 def find_tensors(directory: Path) -> dict[str, FileTensor]:
     """Return every tensor in the directory's weight files, by name.
 
-    Raises UserError for a file that is missing, damaged or cut short.
+    With an index each file must hold what the index has there, and nothing else. Raises UserError
+    for a file that is missing, damaged or cut short.
     """
-    if (directory / INDEX).is_file():
-        index = read_json(directory / INDEX)
-        names = index.get("weight_map")
-        if not isinstance(names, dict):
-            raise UserError(f"{directory / INDEX}: weight_map is missing; take the original file.")
-        files = [directory / name for name in sorted(set(names.values()))]
-    else:
-        files = [directory / WEIGHTS]
+    if not (directory / INDEX).is_file():
+        return _tensors_in(directory / WEIGHTS)
     tensors: dict[str, FileTensor] = {}
-    for file in files:
-        if not file.is_file():
-            listed = f", which {INDEX} lists," if len(files) > 1 else ""
-            raise UserError(f"{file}{listed} is missing; fetch it, or export again.")
-        try:
-            with safetensors.safe_open(file, "np") as opened:
-                for name in opened.keys():  # noqa: SIM118
-                    found = opened.get_slice(name)
-                    tensors[name] = FileTensor(
-                        file, name, found.get_dtype(), tuple(found.get_shape())
-                    )
-        except safetensors.SafetensorError as fault:
-            raise UserError(f"{file} is damaged or cut short ({fault}); fetch it again.") from None
+    for file_name, names in _names_by_file(directory / INDEX).items():
+        found = _tensors_in(directory / file_name)
+        if differing := sorted(names ^ found.keys()):
+            there = "lacks" if differing[0] in names else "holds"
+            raise UserError(
+                f"{directory / file_name} {there} {differing[0]}, but {INDEX} says otherwise; take "
+                "the files of one model and their index."
+            )
+        tensors |= found
     return tensors
+
+
+def _names_by_file(index: Path) -> dict[str, set[str]]:
+    """Return the tensors of each file that an index lists: files beside it, and nowhere else."""
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise UserError(f"{index}: weight_map is missing; take the original file.")
+    names_by_file: dict[str, set[str]] = {}
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or file in ("", "..") or Path(file).name != file:
+            raise UserError(
+                f"{index}: weight_map has {name} in {file!r}, which is no name of a file beside "
+                "it; take the original file."
+            )
+        names_by_file.setdefault(file, set()).add(name)
+    return names_by_file
+
+
+def _tensors_in(file: Path) -> dict[str, FileTensor]:
+    if not file.is_file():
+        raise UserError(f"{file} is missing; fetch it, or export again.")
+    try:
+        with safetensors.safe_open(file, "np") as opened:
+            return {
+                name: FileTensor(file, name, found.get_dtype(), tuple(found.get_shape()))
+                for name in opened.keys()  # noqa: SIM118
+                for found in [opened.get_slice(name)]
+            }
+    except safetensors.SafetensorError as fault:
+        raise UserError(f"{file} is damaged or cut short ({fault}); fetch it again.") from None
 
 
 def write_tensors(
