@@ -38,8 +38,9 @@ def main(argv: list[str]) -> None:
         seed=arguments.seed,
         repetition_penalty=arguments.repetition_penalty,
     )
-    model = load(arguments.where, arguments.tokenizer, exp=arguments.exp)
-    draft = load(arguments.draft, arguments.tokenizer) if arguments.draft else None
+    how = {"dtype": arguments.dtype, "quantize": arguments.quantize}
+    model = load(arguments.where, arguments.tokenizer, exp=arguments.exp, **how)
+    draft = load(arguments.draft, arguments.tokenizer, **how) if arguments.draft else None
     speculation = model.speculation(arguments.prompt_lookup, draft, arguments.draft_tokens)
     tally = Tally()
 
@@ -112,6 +113,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     )
     flag("--draft", metavar="WHERE", help="faster: a smaller model that proposes tokens to this")
     flag("--draft-tokens", type=int, metavar="K", help="how many at a time (4)")
+    flag("--dtype", choices=("float32", "bfloat16"), help="float32 on a CPU, bfloat16 elsewhere")
+    flag("--quantize", type=int, choices=(8, 4), help="bits of a weight: less memory to read")
     flag("--tokenizer", metavar="FILE", help="SentencePiece file, if WHERE has none or another")
     flag("--exp", metavar="NAME", help="the experiment that a CoreNet .pt without .yaml is of")
     output = parser.add_mutually_exclusive_group()

@@ -367,7 +367,7 @@ def _samples(experiment: Experiment, params, tokenizer):
     import jax
     from jax.experimental import multihost_utils
 
-    from openelm_jax.generation.language_model import LanguageModel
+    from openelm_jax.generation.language_model import language_model
 
     prompts = experiment.training.sample_prompts
     if not prompts:
@@ -381,7 +381,7 @@ def _samples(experiment: Experiment, params, tokenizer):
         )
         if jax.process_index() != 0:
             return []
-    model = LanguageModel(experiment.model, params, tokenizer, experiment.training.dtype)
+    model = language_model(experiment.model, params, tokenizer, experiment.training.dtype)
     return list(zip(prompts, model.generate(prompts, max_tokens=48), strict=True))
 
 

@@ -21,7 +21,7 @@ from openelm_jax import generate as verb
 from openelm_jax.config import ModelConfig
 from openelm_jax.errors import UserError
 from openelm_jax.generation import engine
-from openelm_jax.generation.language_model import LanguageModel
+from openelm_jax.generation.language_model import language_model
 from openelm_jax.generation.sampling import Request, Sampling, choose
 from openelm_jax.model.decoder import Decoder, init_params
 from openelm_jax.tokenizer import train_tokenizer
@@ -81,7 +81,7 @@ def tokenizer(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def model(tokenizer):
-    return LanguageModel(CONFIG, PARAMS, tokenizer, "float32")
+    return language_model(CONFIG, PARAMS, tokenizer, "float32")
 
 
 @pytest.fixture(scope="module")
@@ -322,7 +322,7 @@ def test_a_character_is_streamed_when_all_its_bytes_are_there(model, tokenizer, 
 
 
 def test_logits_do_not_need_a_tokenizer_and_text_does(directory):
-    model = LanguageModel(CONFIG, PARAMS, None, "float32")
+    model = language_model(CONFIG, PARAMS, None, "float32")
 
     assert model.logits(np.array([[1, 5, 9]])).shape == (1, 3, 320)
     with pytest.raises(UserError, match=r"needs a tokenizer.*--tokenizer"):

@@ -18,7 +18,7 @@ from small_models import random_params, tiny
 
 from openelm_jax import export
 from openelm_jax.errors import UserError
-from openelm_jax.generation.language_model import LanguageModel
+from openelm_jax.generation.language_model import language_model
 from openelm_jax.generation.text_loss import text_loss
 from openelm_jax.tokenizer import train_tokenizer
 from openelm_jax.weights.load import open_weights
@@ -91,7 +91,7 @@ def test_what_is_read_back_is_what_mlx_lm_computes_with(tmp_path, bits):
         read["layers_1"]["attention"]["qkv"].T, np.array(theirs), rtol=0, atol=1e-6
     )
     theirs_BTV = np.array(model(mx.array(TOKENS_BT)))
-    ours_BTV = LanguageModel(config, read, None, "float32").logits(TOKENS_BT)
+    ours_BTV = language_model(config, read, None, "float32").logits(TOKENS_BT)
     np.testing.assert_allclose(ours_BTV, theirs_BTV, rtol=0, atol=1e-4)
 
 

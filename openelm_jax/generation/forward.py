@@ -1,4 +1,4 @@
-"""Calls of the decoder.
+"""Calls of the decoder, and its parameters as they are read fastest.
 
 Legend: B batch, T time, D model.
 """
@@ -9,10 +9,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from openelm_jax.config import ModelConfig
 from openelm_jax.model.cache import Cache
 from openelm_jax.model.decoder import Decoder, Params
+from openelm_jax.model.matrix import Bits, Dense, Matrix, in_bits
 
 
 def apply(decoder: Decoder, params: Params, method: str, *arguments: Any) -> Any:
@@ -20,6 +22,37 @@ def apply(decoder: Decoder, params: Params, method: str, *arguments: Any) -> Any
     exact = jnp.dtype(decoder.dtype) == jnp.float32
     with jax.default_matmul_precision("highest" if exact else "default"):
         return decoder.apply({"params": params}, *arguments, method=method)
+
+
+def decoding_params(
+    params: Params, dtype: jax.typing.DTypeLike, quantize: Bits | None = None
+) -> Params:
+    """Return parameters on the device as decoding reads them fastest: see `placed`."""
+
+    def place(path: tuple[Any, ...], array: np.ndarray) -> Any:
+        return placed(tuple(key.key for key in path), array, dtype, quantize)
+
+    return jax.tree_util.tree_map_with_path(place, params)
+
+
+def placed(
+    path: tuple[str, ...],
+    array: np.ndarray | jax.Array,
+    dtype: jax.typing.DTypeLike,
+    quantize: Bits | None = None,
+) -> jax.Array | Matrix:
+    """Return one of our parameters on the device: a norm in float32, a matrix [out, in].
+
+    Matrices are in `dtype`, or in `quantize` bits.
+    """
+    if array.ndim == 1:
+        return jnp.asarray(array, jnp.float32)
+    weight_OI = array if path[-1] in ("embedding", "head") else array.T
+    return (
+        Dense(jnp.asarray(weight_OI, dtype))
+        if quantize is None
+        else in_bits(weight_OI, quantize, dtype)
+    )
 
 
 def extend(

@@ -7,18 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from openelm_jax.config import DType, ModelConfig
 from openelm_jax.errors import UserError
 from openelm_jax.generation import engine
-from openelm_jax.generation.forward import apply
+from openelm_jax.generation.forward import apply, decoding_params, placed
 from openelm_jax.generation.sampling import Sampling
 from openelm_jax.generation.speculative import (
     Draft,
@@ -28,8 +27,10 @@ from openelm_jax.generation.speculative import (
     proposal_count,
 )
 from openelm_jax.model.decoder import Decoder, Params
+from openelm_jax.model.matrix import Bits
 from openelm_jax.tokenizer import Tokenizer
-from openelm_jax.weights.load import load_weights
+from openelm_jax.weights.load import open_weights
+from openelm_jax.weights.names import named_weights, put
 
 
 def load(
@@ -37,17 +38,33 @@ def load(
     tokenizer: str | Path | None = None,
     dtype: DType | None = None,
     exp: str | None = None,
+    quantize: Bits | None = None,
 ) -> LanguageModel:
     """Return the model in `where`: whatever `--from` accepts.
 
     `tokenizer` is a SentencePiece file that supplies or overrides the model's own; `exp` names the
     experiment that a CoreNet file is of. Computes in `dtype`, by default float32 on a CPU and
-    bfloat16 on accelerators.
+    bfloat16 on accelerators; matrices are held in it, or in `quantize` bits. Reads a parameter at a
+    time, so that the host never holds the whole model in float32.
     """
-    weights = load_weights(where, tokenizer, exp)
     if dtype is None:
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    return LanguageModel(weights.config, weights.params, weights.tokenizer, dtype)
+    with open_weights(where, tokenizer, exp) as stored:
+        params: Params = {}
+        for weight in named_weights(stored.config):
+            put(params, weight.path, placed(weight.path, stored.read(weight.path), dtype, quantize))
+        return LanguageModel(stored.config, params, stored.tokenizer, dtype)
+
+
+def language_model(
+    config: ModelConfig,
+    params: Params,
+    tokenizer: Tokenizer | None,
+    dtype: DType,
+    quantize: Bits | None = None,
+) -> LanguageModel:
+    """Return the model of parameters that are at hand, of any type; arguments as for `load`."""
+    return LanguageModel(config, decoding_params(params, dtype, quantize), tokenizer, dtype)
 
 
 @dataclass(frozen=True)
@@ -62,17 +79,18 @@ class Completion:
 
 @dataclass(frozen=True, eq=False)
 class LanguageModel:
-    """A model ready to use: parameters on the host in float32, a tokenizer or None."""
+    """A model ready to use, and a tokenizer or None."""
 
     config: ModelConfig
     params: Params
+    """As `decoding_params` makes them."""
     tokenizer: Tokenizer | None
     dtype: DType
 
     def logits(self, tokens_BT: np.ndarray) -> np.ndarray:
         """Return the float32 logits [B, T, V] of the token after each of `tokens_BT`."""
         tokens_BT = np.asarray(tokens_BT, np.int32)
-        return np.asarray(_logits(self.config, self.dtype, self._device_params, tokens_BT))
+        return np.asarray(_logits(self.config, self.dtype, self.params, tokens_BT))
 
     def generate(
         self,
@@ -117,7 +135,7 @@ class LanguageModel:
         if draft is None:
             return PromptLookup(count) if count else None
         _check_same_vocabulary(self._need_tokenizer(), draft._need_tokenizer())
-        return Draft(draft.config, draft._device_params, draft.dtype, count)
+        return Draft(draft.config, draft.params, draft.dtype, count)
 
     def complete(
         self,
@@ -139,7 +157,7 @@ class LanguageModel:
         ids = [self._prompt_ids(prompt) for prompt in prompts]
         continuations = engine.generate(
             self.config,
-            self._device_params,
+            self.params,
             ids,
             max_tokens=max_tokens,
             eos_id=tokenizer.eos_id,
@@ -173,7 +191,7 @@ class LanguageModel:
         ids = self._prompt_ids(prompt)
         blocks = engine.stream(
             self.config,
-            self._device_params,
+            self.params,
             [ids],
             max_tokens=max_tokens,
             eos_id=tokenizer.eos_id,
@@ -196,15 +214,6 @@ class LanguageModel:
                 shown = complete
         if len(rest := _new_text(tokenizer, ids, new)) > len(shown):
             yield rest[len(shown) :]
-
-    @cached_property
-    def _device_params(self) -> Params:
-        """The parameters as the model uses them: matrices in `dtype`, norms in float32."""
-
-        def place(array: np.ndarray) -> jax.Array:
-            return jnp.asarray(array, self.dtype if array.ndim > 1 else jnp.float32)
-
-        return jax.tree.map(place, self.params)
 
     def _prompt_ids(self, prompt: str) -> list[int]:
         tokenizer = self._need_tokenizer()

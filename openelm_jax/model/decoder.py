@@ -2,7 +2,8 @@
 
 Legend: B batch, T time, S cache length, D model, N query heads, K kv heads, H head dim, F ffn,
 V vocab. Kernels are stored [in, out], embedding and head [V, D]; parameters are float32 and cast
-to the compute dtype where they are used. No layer is scanned over: no two need be alike.
+to the compute dtype where they are used. No layer is scanned over: no two need be alike. For
+decoding a parameter may be a `Matrix` instead, in whatever form that stores it.
 
 A mesh enters by `Collectives` and by `shapes`: a device then computes its own heads and columns of
 each layer, from its own shard of each weight.
@@ -21,6 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 from openelm_jax.config import ModelConfig
 from openelm_jax.model.attention import Attend, Turns, attend, positions_in, rotate, turns
 from openelm_jax.model.cache import Cache, LayerCache, write_cache
+from openelm_jax.model.matrix import FORMS, Matrix, product, rows_of
 from openelm_jax.model.scaling import LayerShape, layer_shapes
 
 Params = dict[str, Any]
@@ -39,9 +41,14 @@ REMAT_KEEPS: dict[str, tuple[str, ...]] = {
 """The named activations that the backward pass of a layer finds, by `remat`; with `none`, all."""
 
 
-def gather(weight: jax.Array, path: str, dtype: Any) -> jax.Array:
+def gather(weight: jax.Array | Matrix, path: str, dtype: Any) -> jax.Array | Matrix:
     """Return a weight in the compute dtype: what is done to it where nothing is sharded."""
-    return weight.astype(dtype)
+    return weight if isinstance(weight, FORMS) else weight.astype(dtype)
+
+
+def multiply(x: jax.Array, weight: jax.Array | Matrix) -> jax.Array:
+    """Return x times a weight that `gather` made."""
+    return product(x, weight) if isinstance(weight, FORMS) else x @ weight
 
 
 @jax.custom_vjp
@@ -66,8 +73,10 @@ def add_rows(shape: tuple[int, ...], tokens_BT: jax.Array, x_BTD: jax.Array) -> 
     return jnp.zeros(shape, jnp.float32).at[tokens_BT].add(x_BTD.astype(jnp.float32))
 
 
-def embed(table_VD: jax.Array, tokens_BT: jax.Array, dtype: Any) -> jax.Array:
+def embed(table_VD: jax.Array | Matrix, tokens_BT: jax.Array, dtype: Any) -> jax.Array:
     """Return the rows [B, T, D] of the tokens; a row's gradients are summed in float32."""
+    if isinstance(table_VD, FORMS):
+        return rows_of(table_VD, tokens_BT).astype(dtype)
     return _rows(table_VD, tokens_BT).astype(dtype)
 
 
@@ -133,7 +142,7 @@ class Attention(nn.Module):
         out = _kernel(self, "out", shape.query_dim, config.model_dim, _residual_std(config))
 
         x_BTD = self.collectives.enter(x_BTD, path)
-        heads = checkpoint_name(x_BTD @ self._gathered(qkv, "qkv", x_BTD.dtype), "qkv")
+        heads = checkpoint_name(multiply(x_BTD, self._gathered(qkv, "qkv", x_BTD.dtype)), "qkv")
         heads = heads.reshape(*x_BTD.shape[:2], -1, config.head_dim)
         query_BTNH, key_BTKH, value_BTKH = jnp.split(
             heads,
@@ -154,7 +163,7 @@ class Attention(nn.Module):
             value_BSKH = cache.value_BSKH.astype(x_BTD.dtype)
             mixed_BTNH = self.attend(query_BTNH, key_BSKH, value_BSKH, positions_BT, segments_BT)
         mixed_BTE = mixed_BTNH.reshape(*x_BTD.shape[:2], shape.query_dim)
-        projected_BTD = mixed_BTE @ self._gathered(out, "out", x_BTD.dtype)
+        projected_BTD = multiply(mixed_BTE, self._gathered(out, "out", x_BTD.dtype))
         return self.collectives.leave(projected_BTD, path), cache
 
     def _gathered(self, weight: jax.Array, name: str, dtype: Any) -> jax.Array:
@@ -177,13 +186,14 @@ class FeedForward(nn.Module):
         down = _kernel(self, "down", ffn_dim, config.model_dim, _residual_std(config))
 
         x_BTD = self.collectives.enter(x_BTD, path)
-        wide = checkpoint_name(x_BTD @ gather(up, f"{path}/up", x_BTD.dtype), "wide")
+        wide = multiply(x_BTD, gather(up, f"{path}/up", x_BTD.dtype))
+        wide = checkpoint_name(wide, "wide")
         if config.ffn_with_glu:
             gate_BTF, up_BTF = jnp.split(wide, 2, axis=-1)
             wide_BTF = activation(gate_BTF) * up_BTF
         else:
             wide_BTF = activation(wide)
-        projected_BTD = wide_BTF @ gather(down, f"{path}/down", x_BTD.dtype)
+        projected_BTD = multiply(wide_BTF, gather(down, f"{path}/down", x_BTD.dtype))
         return self.collectives.leave(projected_BTD, path)
 
 
@@ -277,7 +287,10 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Return float32 logits [..., V] of hidden states [..., D]."""
-        head_VD = head_matrix(self).astype(hidden.dtype)
+        head_VD = head_matrix(self)
+        if isinstance(head_VD, FORMS):
+            return product(hidden, head_VD, jnp.float32)
+        head_VD = head_VD.astype(hidden.dtype)
         return jnp.einsum("...D,VD->...V", hidden, head_VD, preferred_element_type=jnp.float32)
 
 
@@ -317,9 +330,10 @@ def _remade(remat: str) -> type[Block]:
 
 def _kernel(
     module: nn.Module, name: str, dim_in: int, dim_out: int, std: float | None = None
-) -> jax.Array:
+) -> Any:
     if module.has_variable("params", name):  # a shard, maybe: not of the whole matrix's shape
-        return jnp.asarray(module.get_variable("params", name))
+        weight: Any = module.get_variable("params", name)
+        return weight if isinstance(weight, FORMS) else jnp.asarray(weight)
     init = nn.initializers.normal(dim_in**-0.5 if std is None else std)
     return module.param(name, init, (dim_in, dim_out), jnp.float32)
 

@@ -14,7 +14,7 @@ import pytest
 from corpora import FRAGMENTS, documents
 from small_models import random_params, tiny
 
-from openelm_jax.generation.language_model import LanguageModel, load
+from openelm_jax.generation.language_model import language_model, load
 from openelm_jax.generation.sampling import Sampling
 from openelm_jax.tokenizer import Tokenizer, train_tokenizer
 from openelm_jax.weights.gguf_file import open_gguf, write_gguf
@@ -111,7 +111,7 @@ def test_norms_away_from_1_and_other_widths(tmp_path, tokenizer, changes):
 
     theirs = their_logits(tmp_path / "model.gguf", TOKENS)
 
-    ours = LanguageModel(config, params, None, "float32").logits(TOKENS[None])[0]
+    ours = language_model(config, params, None, "float32").logits(TOKENS[None])[0]
     assert ours.std() > 0.5
     np.testing.assert_allclose(theirs, ours, rtol=0, atol=2e-5 * ours.std())
 

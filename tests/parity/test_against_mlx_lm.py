@@ -10,7 +10,7 @@ from huggingface_directories import read_huggingface, with_rows, write_huggingfa
 from small_models import random_params
 
 from openelm_jax.generation import engine
-from openelm_jax.generation.language_model import LanguageModel
+from openelm_jax.generation.language_model import language_model
 from openelm_jax.generation.sampling import Sampling
 
 mx = pytest.importorskip("mlx.core")
@@ -37,7 +37,7 @@ def test_mlx_lm_computes_our_logits_from_our_export(tmp_path, config):
     model, _ = mlx_utils.load_model(tmp_path / "export")
     theirs_BTV = np.array(model(mx.array(TOKENS_BT)))
 
-    ours_BTV = LanguageModel(config, params, None, "float32").logits(TOKENS_BT)
+    ours_BTV = language_model(config, params, None, "float32").logits(TOKENS_BT)
     assert theirs_BTV.shape == (2, 24, 150)
     assert np.abs(theirs_BTV).max() > 1
     np.testing.assert_allclose(ours_BTV[..., :150], theirs_BTV, rtol=0, atol=2e-5)
@@ -76,7 +76,7 @@ def test_the_fixtures_logits_and_greedy_continuation_are_mlx_lms(request):
     tokens = np.load(fixture / "ref_ids.npy")[:1]
     model, _ = mlx_utils.load_model(fixture)
 
-    ours_BTV = LanguageModel(config, params, None, "float32").logits(tokens)
+    ours_BTV = language_model(config, params, None, "float32").logits(tokens)
     theirs_BTV = np.array(model(mx.array(tokens)))
     np.testing.assert_allclose(ours_BTV, theirs_BTV, rtol=0, atol=1e-5)
 

@@ -16,7 +16,7 @@ from ports import free_port
 from small_models import random_params, tiny
 
 from openelm_jax import export
-from openelm_jax.generation.language_model import LanguageModel
+from openelm_jax.generation.language_model import language_model
 from openelm_jax.tokenizer import train_tokenizer
 
 mx = pytest.importorskip("mlx.core")
@@ -61,7 +61,7 @@ def test_generate_takes_the_export_and_continues_as_we_do(exported, tmp_path):
         *("--max-tokens", "24", "--verbose", "False", "--ignore-chat-template"),
         cwd=tmp_path,
     )
-    ours = LanguageModel(config, params, tokenizer, "float32").generate(["the a and"], 24)[0]
+    ours = language_model(config, params, tokenizer, "float32").generate(["the a and"], 24)[0]
     assert ours.strip()
     assert written.strip("\n").strip() == ours.strip()
 
