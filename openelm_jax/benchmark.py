@@ -30,6 +30,23 @@ SUBJECTS = {
             --training.global-batch-size 1 --model.context-length 256 --part step
         """,
     ),
+    "generate": (
+        "The paper's Table 7: how fast OpenELM generates in JAX, PyTorch and MLX, by turns with\n"
+        "the same random weights, and other models; beside what this machine's memory allows.",
+        """
+        python -m openelm_jax.benchmark generate --size 270m,10m
+        python -m openelm_jax.benchmark generate --backend jax,torch --dtype bfloat16 --others all
+        python -m openelm_jax.benchmark generate --backend jax --batch 1,8 --new-tokens 256 --json
+        """,
+    ),
+    "norms": (
+        "The paper's Table 8: what the norms of a forward pass cost op by op, fused, and in one\n"
+        "program, for the shapes of OpenELM 1.1B (113 norms) and OLMo 1.18B (33), by turns.",
+        """
+        python -m openelm_jax.benchmark norms
+        python -m openelm_jax.benchmark norms --backend jax --dtype float32,bfloat16 --json
+        """,
+    ),
     "accelerator": (
         "The published models on this machine's first GPU or TPU, in ten minutes: kernels against\n"
         "the portable one, largest batch, speed, memory, compiling, saving. Writes one JSON file.",
@@ -42,14 +59,26 @@ SUBJECTS = {
 DATA_PARTS = ("encode", "workers", "restore", "memory", "mixture")
 TRAIN_PARTS = ("step", "loop")
 DTYPES = ("float32", "bfloat16")
+BACKENDS = ("jax", "torch", "mlx")
 SIZES = ("270m", "450m", "1_1b", "3b")
+GENERATION_SIZES = (*SIZES, "10m")
+NORM_BACKENDS = ("jax", "torch")
+OTHERS = (
+    *("uniform", "opt_350m", "mobillama_0_5b", "mobillama_0_8b"),
+    *("pythia_1_4b", "mobillama_1_26b", "olmo_1_18b"),
+)
 
 
 def main(argv: list[str]) -> None:
     """Print the figures of a subject, as text or as JSON."""
     subject, arguments, experiment = _parse(argv)
     if experiment is None:
-        _measure_accelerator(arguments)
+        alone = {
+            "generate": _measure_generation,
+            "norms": _measure_norms,
+            "accelerator": _measure_accelerator,
+        }
+        alone[subject](arguments)
         return
 
     from openelm_jax.benchmarks.report import describe_machine, format_figures
@@ -78,6 +107,42 @@ def main(argv: list[str]) -> None:
         print(format_figures(machine, figures))
 
 
+def _measure_generation(arguments: argparse.Namespace) -> None:
+    from openelm_jax.benchmarks.generation import Protocol, measure_generation
+    from openelm_jax.benchmarks.generation_report import as_json, format_generation
+    from openelm_jax.benchmarks.report import commit, describe_machine
+
+    packages = ("jax", "jaxlib", "numpy", "torch", "transformers", "mlx", "mlx-lm")
+    machine = describe_machine(packages)
+    protocol = Protocol(
+        new_tokens=arguments.new_tokens, rounds=arguments.rounds, batches=arguments.batch
+    )
+    found = measure_generation(
+        arguments.size, arguments.backend, arguments.dtype, arguments.others, protocol, _say
+    )
+    if arguments.json:
+        print(json.dumps(as_json(machine, commit(), found)))
+    else:
+        print(format_generation(machine, commit(), found))
+
+
+def _measure_norms(arguments: argparse.Namespace) -> None:
+    from openelm_jax.benchmarks.norms import format_norms, measure_norms
+    from openelm_jax.benchmarks.report import commit, describe_machine
+
+    machine = describe_machine(("jax", "jaxlib", "flax", "numpy", "torch"))
+    rows = measure_norms(arguments.backend, arguments.dtype, arguments.rounds, _say)
+    if arguments.json:
+        plain = [dataclasses.asdict(row) for row in rows]
+        print(json.dumps({"machine": machine, "commit": commit(), "rows": plain}))
+    else:
+        print(format_norms(machine, commit(), rows))
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
 def _measure_accelerator(arguments: argparse.Namespace) -> None:
     from openelm_jax.benchmarks.accelerator import measure_accelerator
     from openelm_jax.xla_flags import set_flags
@@ -90,17 +155,22 @@ def _measure_accelerator(arguments: argparse.Namespace) -> None:
         minutes=arguments.minutes,
         steps=arguments.steps,
         flags=set_flags(),
-        say=lambda line: print(line, file=sys.stderr, flush=True),
+        say=_say,
     )
     print(file)
 
 
 def _parse(argv: list[str]) -> tuple[str, argparse.Namespace, Experiment | None]:
-    if argv[:1] == ["accelerator"]:
-        purpose, examples = SUBJECTS["accelerator"]
-        parser = command_parser("benchmark accelerator", purpose, examples)
-        _add_accelerator_flags(parser)
-        return "accelerator", parser.parse_args(argv[1:]), None
+    without_experiment = {
+        "generate": _add_generation_flags,
+        "norms": _add_norms_flags,
+        "accelerator": _add_accelerator_flags,
+    }
+    if argv and argv[0] in without_experiment:
+        subject = argv[0]
+        parser = command_parser(f"benchmark {subject}", *SUBJECTS[subject])
+        without_experiment[subject](parser)
+        return subject, parser.parse_args(argv[1:]), None
     flags = {"data": _add_data_flags, "train": _add_train_flags}
     if argv and argv[0] in SUBJECTS:
         subject = argv[0]
@@ -130,6 +200,57 @@ def _add_train_flags(parser: argparse.ArgumentParser) -> None:
     _add_seconds(parser, "about so long a part and compute type, after compiling")
 
 
+def _add_generation_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--size",
+        type=_some_of("--size", GENERATION_SIZES),
+        default=("270m",),
+        metavar="A,B",
+        help=f"{','.join(GENERATION_SIZES)} (270m)",
+    )
+    _add_choice(parser, "--backend", BACKENDS)
+    _add_choice(parser, "--dtype", DTYPES)
+    parser.add_argument(
+        "--others",
+        type=_some_of("--others", OTHERS, everything="all"),
+        default=(),
+        metavar="A,B",
+        help=f"other models, in PyTorch, and a uniform one in JAX: all, or {','.join(OTHERS)}",
+    )
+    parser.add_argument(
+        "--batch",
+        type=_whole_numbers,
+        default=(1,),
+        metavar="A,B",
+        help="texts at a time (1); mlx has one at a time only",
+    )
+    parser.add_argument(
+        "--new-tokens", type=int, default=1024, metavar="N", help="of each text (1024)"
+    )
+    _add_rounds(parser, 3)
+
+
+def _add_norms_flags(parser: argparse.ArgumentParser) -> None:
+    _add_choice(parser, "--backend", NORM_BACKENDS)
+    _add_choice(parser, "--dtype", DTYPES)
+    _add_rounds(parser, 5)
+
+
+def _add_rounds(parser: argparse.ArgumentParser, default: int) -> None:
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=default,
+        metavar="N",
+        help=f"turns of each side ({default})",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _whole_numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.split(","))
+
+
 def _add_accelerator_flags(parser: argparse.ArgumentParser) -> None:
     sizes = ",".join(SIZES)
     parser.add_argument("--out", default="docs/results", metavar="DIR", help="docs/results")
@@ -155,8 +276,12 @@ def _add_choice(parser: argparse.ArgumentParser, flag: str, known: tuple[str, ..
     )
 
 
-def _some_of(flag: str, known: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:
+def _some_of(
+    flag: str, known: tuple[str, ...], *, everything: str | None = None
+) -> Callable[[str], tuple[str, ...]]:
     def some(names: str) -> tuple[str, ...]:
+        if names == everything:
+            return known
         chosen = tuple(names.split(","))
         unknown = [name for name in chosen if name not in known]
         if unknown:

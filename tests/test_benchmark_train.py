@@ -38,7 +38,7 @@ def test_the_two_sides_make_the_same_updates(
     from openelm_jax.benchmarks import training_step
 
     monkeypatch.setattr(training_step, "LEARNING_RATE", 1e-2)
-    monkeypatch.setattr(training_step, "num_threads", lambda: 1)
+    monkeypatch.setattr(training_step, "num_cores", lambda: 1)
     small = small_experiment(tmp_path)
     # A clip that bites and a decay that shows.
     optimizer = dataclasses.replace(small.optimizer, clip_norm=0.1, weight_decay=1.0)

@@ -72,7 +72,7 @@ def describe_machine(packages: Iterable[str]) -> dict[str, str]:
     return {
         "date": datetime.datetime.now().astimezone().isoformat(timespec="minutes"),
         "processor": _processor(),
-        "cores": str(_cores()),
+        "cores": str(num_cores()),
         "load": ", ".join(f"{load:.1f}" for load in os.getloadavg()),
         "system": platform.platform(),
         "python": platform.python_version(),
@@ -90,33 +90,59 @@ def commit() -> str | None:
 
 def format_figures(machine: dict[str, str], figures: list[Figure]) -> str:
     """Return the lines that people read."""
-    lines = [f"{name}: {value}" for name, value in machine.items()]
+    return "\n".join([*format_machine(machine), *format_parts(figures)])
+
+
+def format_machine(machine: dict[str, str]) -> list[str]:
+    """Return a line for each thing that is known of the machine."""
+    return [f"{name}: {value}" for name, value in machine.items()]
+
+
+def format_parts(figures: list[Figure]) -> list[str]:
+    """Return the figures below the names of their parts."""
+    lines: list[str] = []
     part = None
     for figure in figures:
         if figure.part != part:
             lines += ["", figure.part]
             part = figure.part
         lines.append(f"  {_format_value(figure):>16}  {figure.meaning}{_format_target(figure)}")
-    return "\n".join(lines)
+    return lines
+
+
+def format_table(heading: list[str], rows: list[list[str]], *, left: int = 1) -> list[str]:
+    """Return lines with aligned columns: the first `left` ones on the left, the others right."""
+    lines = [heading, *rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(heading))]
+
+    def aligned(line: list[str]) -> str:
+        cells = [
+            cell.ljust(width) if column < left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ]
+        return "  ".join(cells).rstrip()
+
+    return [aligned(line) for line in lines]
 
 
 def _format_value(figure: Figure) -> str:
-    return f"{_short(figure.value)} {figure.unit}".rstrip()
+    return f"{short(figure.value)} {figure.unit}".rstrip()
 
 
 def _format_target(figure: Figure) -> str:
     notes = []
     if figure.low is not None and figure.high is not None:
-        spread = f"{_short(figure.low)} to {_short(figure.high)}"
+        spread = f"{short(figure.low)} to {short(figure.high)}"
         notes.append(f"median of {figure.repetitions}: {spread}")
     for sign, bound in (("at least", figure.least), ("at most", figure.most)):
         if bound is not None:
             verdict = "reached" if figure.is_reached else "MISSED"
-            notes.append(f"target {sign} {_short(bound)}: {verdict}")
+            notes.append(f"target {sign} {short(bound)}: {verdict}")
     return f" ({'; '.join(notes)})" if notes else ""
 
 
-def _short(value: float) -> str:
+def short(value: float) -> str:
+    """Return a number with the digits that people read."""
     if float(value).is_integer():
         return f"{int(value):,}"
     return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
@@ -138,5 +164,6 @@ def _processor() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def _cores() -> int:
+def num_cores() -> int:
+    """Return the processor cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -5,13 +5,13 @@ Legend: B batch, L = T + 1 tokens of a row, T time, V vocab, N counted targets.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 
+from openelm_jax.benchmarks.report import num_cores
 from openelm_jax.config import Experiment
 from openelm_jax.model.decoder import init_params
 from openelm_jax.parallel.mesh import MeshShape, make_mesh
@@ -63,7 +63,7 @@ def torch_step(experiment: Experiment) -> Step:
         experiment.optimizer,
         experiment.training,
     )
-    torch.set_num_threads(num_threads())
+    torch.set_num_threads(num_cores())
     decoder = torch_model(config).train()
     load_params(decoder, in_memory(config, init_params(config, training.seed)))
     parameters = list(decoder.parameters())
@@ -101,10 +101,3 @@ def torch_loss(logits_NV: Any, targets_N: Any, z_loss: float) -> Any:
     log_partition_N = logits_NV.logsumexp(dim=-1)
     target_logit_N = logits_NV.gather(1, targets_N[:, None]).squeeze(1)
     return (log_partition_N - target_logit_N + z_loss * log_partition_N.square()).mean()
-
-
-def num_threads() -> int:
-    """Return how many threads either side computes with: the processor cores that it may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
