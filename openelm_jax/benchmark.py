@@ -61,6 +61,7 @@ TRAIN_PARTS = ("step", "loop")
 DTYPES = ("float32", "bfloat16")
 BACKENDS = ("jax", "torch", "mlx")
 SIZES = ("270m", "450m", "1_1b", "3b")
+PRECISIONS = (*DTYPES, "int8", "int4")
 GENERATION_SIZES = (*SIZES, "10m")
 NORM_BACKENDS = ("jax", "torch")
 OTHERS = (
@@ -209,7 +210,14 @@ def _add_generation_flags(parser: argparse.ArgumentParser) -> None:
         help=f"{','.join(GENERATION_SIZES)} (270m)",
     )
     _add_choice(parser, "--backend", BACKENDS)
-    _add_choice(parser, "--dtype", DTYPES)
+    parser.add_argument(
+        "--dtype",
+        type=_some_of("--dtype", PRECISIONS),
+        default=DTYPES,
+        metavar="A,B",
+        help=f"{','.join(PRECISIONS)}: the last two hold weights in 8 and 4 bits, jax only "
+        f"({','.join(DTYPES)})",
+    )
     parser.add_argument(
         "--others",
         type=_some_of("--others", OTHERS, everything="all"),

@@ -24,7 +24,6 @@ from openelm_jax.benchmarks import (
 )
 from openelm_jax.benchmarks.generation_models import (
     OTHERS,
-    Cost,
     cost_of,
     cost_of_other,
     model_of,
@@ -33,7 +32,7 @@ from openelm_jax.benchmarks.generation_models import (
     write_random,
 )
 from openelm_jax.benchmarks.generation_report import Key, Result, bound_of, make_ratios, make_row
-from openelm_jax.benchmarks.generation_sides import PROGRAMS, Turn, time_stream, warm_up
+from openelm_jax.benchmarks.generation_sides import PROGRAMS, Facts, Turn, time_stream, warm_up
 from openelm_jax.errors import UserError
 from openelm_jax.model.scaling import layer_shapes, parameter_count
 
@@ -102,6 +101,7 @@ def test_one_feed_forward_serves_all_layers_of_mobillama_and_is_read_in_each() -
 def test_the_command_names_the_models_and_sizes_that_there_are() -> None:
     assert benchmark.GENERATION_SIZES == generation_models.SIZES
     assert set(benchmark.OTHERS) == {generation.UNIFORM, *OTHERS}
+    assert set(benchmark.PRECISIONS) == generation_sides.BYTES.keys() | generation_sides.BITS.keys()
     assert set(benchmark.BACKENDS) == PROGRAMS.keys() - {"transformers"}
 
 
@@ -137,6 +137,26 @@ def test_all_programs_choose_the_same_tokens_and_our_batch_is_one_by_one(directo
     ):
         pytest.importorskip(package)
         assert generated(program, prompts_BT) == ours[: len(prompts_BT)]
+
+
+def test_a_side_reads_its_weights_as_they_are_stored_and_its_cache_as_it_computes(
+    directory: str,
+) -> None:
+    config = tiny(vocab_size=160)
+    numbers, vectors = parameter_count(config), 3 * (2 * 64 + 2 * 16) + 64
+    keys_and_values = sum(2 * shape.num_kv_heads * 16 for shape in layer_shapes(config))
+    facts = {name: PROGRAMS["jax"](directory, name, 50).facts for name in benchmark.PRECISIONS}
+    assert facts["float32"] == Facts(numbers, 4 * numbers, 4 * keys_and_values, "cpu")
+    # Norms stay in float32.
+    matrices = numbers - vectors
+    assert facts["bfloat16"] == Facts(
+        numbers, 2 * matrices + 4 * vectors, 2 * keys_and_values, "cpu"
+    )
+    # A scale for each output, at most 160 inputs to one.
+    assert matrices < facts["int8"].weight_bytes - 4 * vectors < 1.2 * matrices
+    assert facts["int8"].cache_bytes == facts["int4"].cache_bytes == 4 * keys_and_values
+    assert facts["int4"].weight_bytes < facts["bfloat16"].weight_bytes
+    assert cost_of(config).cache_per_token == keys_and_values
 
 
 @pytest.mark.parametrize("architecture", ["OPT", "GPTNeoX", "Olmo", "Llama"])
@@ -194,8 +214,7 @@ def test_a_warm_up_is_eight_tokens_in_whole_blocks() -> None:
 
 def result(model: str, program: str, dtype: str, batch: int = 1, **changes: Any) -> Result:
     fields: dict[str, Any] = {
-        "cost": Cost(parameters=1000, weights_read=900, cache_per_token=2),
-        "device": "cpu",
+        "facts": Facts(parameters=1000, weight_bytes=3600, cache_bytes=8, device="cpu"),
         "turns": (Turn(0.5, 10.5), Turn(0.25, 5.25), Turn(1.0, 11.0)),
         "prompt_tokens": 10,
         "new_tokens": 101,
@@ -214,12 +233,12 @@ def test_rates_count_the_first_token_with_the_prompt_and_all_rows_of_a_batch() -
 
 
 def test_the_bound_is_weights_once_and_the_mean_cache_of_every_row() -> None:
-    # 900 numbers of weights; of each row 2 numbers for each of 10 + 101 / 2 tokens.
+    # Of each row 8 bytes for each of 10 + 101 / 2 tokens.
     one = bound_of(result("270m", "jax", "float32"), {"cpu": 4084.0})
     assert (one.weight_bytes, one.cache_bytes) == (3600, 484)
     assert one.tokens_per_second == 1
-    three = bound_of(result("270m", "torch", "bfloat16", batch=3), {"cpu": 2526.0})
-    assert (three.weight_bytes, three.cache_bytes) == (1800, 726)
+    three = bound_of(result("270m", "torch", "float32", batch=3), {"cpu": 5052.0})
+    assert (three.weight_bytes, three.cache_bytes) == (3600, 1452)
     assert three.tokens_per_second == 3
     assert bound_of(result("270m", "torch", "float32"), {"gpu": 1.0}).tokens_per_second is None
 
@@ -242,7 +261,7 @@ def test_ratios_are_of_turns_of_the_same_round() -> None:
         result("270m", "torch", "float32", turns=slow),
         result("270m_uniform", "jax", "float32", turns=slow),
         result("270m", "jax", "float32", batch=8),
-        result("270m", "torch", "float32", device="gpu", batch=8),
+        result("270m", "torch", "float32", facts=Facts(1000, 3600, 8, "gpu"), batch=8),
     ]
     found = {figure.name: figure for figure in make_ratios(results)}
     to_torch = found["generation_270m_jax_float32_1_to_270m_torch_float32_1"]
@@ -305,8 +324,8 @@ def no_process(serve: Any, *arguments: Any, **_: Any) -> Iterator[Any]:
     def ask(question: Any) -> Any:
         if serve is generation.serve_bandwidth:
             return "cpu", 1e9
-        if question == "side":
-            return cost_of(tiny(vocab_size=160)), "cpu"
+        if question == "facts":
+            return Facts(1000, 4000, 8, "cpu")
         kind, batch = question
         seconds = {"jax": 1.0, "torch": 2.0, "mlx": 4.0}.get(arguments[0], 3.0)
         return np.full((batch, 8), 7) if kind == "first" else Turn(0.1, 0.1 + seconds)
@@ -325,7 +344,8 @@ def test_the_table_is_shaped_like_the_papers_with_its_figures_beside_ours(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     others = "uniform,olmo_1_18b"
-    shown = run(capsys, "--others", others, "--batch", "1,2", "--new-tokens", "101")
+    which = ("--others", others, "--batch", "1,2", "--dtype", "float32,bfloat16,int8")
+    shown = run(capsys, *which, "--new-tokens", "101")
     lines = [line.split() for line in shown.splitlines()]
 
     def rows(*cells: str) -> list[list[str]]:
@@ -339,6 +359,8 @@ def test_the_table_is_shaped_like_the_papers_with_its_figures_beside_ours(
     assert mlx[0][-3:] == ["1,151.41", "212.40", "218.45"]
     (olmo,) = rows("OLMo", "1.18B", "transformers", "bfloat16", "2")
     assert olmo[-3:] == ["7,151.65", "203.40", "209.26"]
+    assert rows("OpenELM", "270M", "jax", "int8", "1")
+    assert not rows("OpenELM", "270M", "torch", "int8")
     assert rows("uniform,", "as", "OpenELM", "270M", "jax", "bfloat16", "1")
     assert "target at least 2.2: MISSED" in shown
 
@@ -365,6 +387,8 @@ def test_programs_that_generate_other_tokens_are_not_compared(
         (["--new-tokens", "1"], r"--new-tokens is 1: it must be at least 2\."),
         (["--rounds", "0"], r"--rounds is 0: it must be at least 1\."),
         (["--batch", "0"], r"--batch is 0: it must be at least 1\."),
+        (["--backend", "torch", "--dtype", "int8"], r"only jax has weights in so few bits"),
+        (["--dtype", "int4", "--others", "opt_350m"], r"float32 or bfloat16 in --dtype"),
         (["--backend", "mlx", "--batch", "8"], r"one text at a time: have 1 in --batch"),
     ],
 )

@@ -24,7 +24,6 @@ import numpy as np
 from openelm_jax.benchmarks.bandwidth import READ_BYTES, serve_bandwidth
 from openelm_jax.benchmarks.generation_models import (
     OTHERS,
-    Cost,
     model_of,
     uniform,
     write_random,
@@ -38,7 +37,7 @@ from openelm_jax.benchmarks.generation_report import (
     make_row,
     make_shares,
 )
-from openelm_jax.benchmarks.generation_sides import Turn, serve_generation
+from openelm_jax.benchmarks.generation_sides import BITS, Facts, Turn, serve_generation
 from openelm_jax.benchmarks.processes import Ask, process
 from openelm_jax.config import DType
 from openelm_jax.errors import UserError
@@ -70,18 +69,18 @@ class Protocol:
 
 
 class Entry(NamedTuple):
-    """A side of a comparison: a model in a program and a type, and where its weights come from."""
+    """A side of a comparison: a model in a program, in a precision, from its weights."""
 
     model: str
     program: str
-    dtype: DType
+    precision: str
     source: str
 
 
 def measure_generation(
     sizes: tuple[str, ...],
     programs: tuple[str, ...],
-    dtypes: tuple[DType, ...],
+    precisions: tuple[str, ...],
     others: tuple[str, ...],
     protocol: Protocol,
     say: Callable[[str], None],
@@ -90,7 +89,7 @@ def measure_generation(
 
     Raises UserError for a package that is not installed, and for a process that ends early.
     """
-    _check(programs, others, protocol)
+    _check(programs, precisions, others, protocol)
     results: list[Result] = []
     bandwidths: dict[str, float] = {}
     with process(
@@ -102,11 +101,15 @@ def measure_generation(
             bandwidths[device] = max(found, bandwidths.get(device, 0.0))
 
         for size in sizes:
-            with _size_group(size, programs, dtypes, UNIFORM in others, protocol, say) as group:
+            with _size_group(size, programs, precisions, UNIFORM in others, protocol, say) as group:
                 results += _measure_group(group, protocol, measure_bandwidth, say)
         for name in others:
             if name != UNIFORM:
-                group = [Entry(name, "transformers", dtype, name) for dtype in dtypes]
+                group = [
+                    Entry(name, "transformers", precision, name)
+                    for precision in precisions
+                    if precision not in BITS
+                ]
                 results += _measure_group(group, protocol, measure_bandwidth, say)
     bounds = [bound_of(result, bandwidths) for result in results]
     figures = [*make_ratios(results), *make_shares(results, bounds)]
@@ -134,7 +137,7 @@ def prompts_of(protocol: Protocol, vocab_size: int) -> dict[int, np.ndarray]:
 def _size_group(
     size: str,
     programs: tuple[str, ...],
-    dtypes: tuple[DType, ...],
+    precisions: tuple[str, ...],
     with_uniform: bool,
     protocol: Protocol,
     say: Callable[[str], None],
@@ -145,15 +148,22 @@ def _size_group(
     if length > config.context_length:
         say(f"note: {size} is made for texts of {config.context_length} tokens, not {length}")
         config = dataclasses.replace(config, context_length=length)
-    stored: DType = "float32" if "float32" in dtypes else "bfloat16"
+    stored: DType = "bfloat16" if precisions == ("bfloat16",) else "float32"
     with tempfile.TemporaryDirectory() as folder:
         say(f"{size}: writing random weights")
         own, twin = Path(folder, size), Path(folder, UNIFORM)
         write_random(own, config, stored)
-        group = [Entry(size, program, dtype, str(own)) for dtype in dtypes for program in programs]
+        group = [
+            Entry(size, program, precision, str(own))
+            for precision in precisions
+            for program in programs
+            if program == "jax" or precision not in BITS
+        ]
         if with_uniform:
             write_random(twin, uniform(config), stored)
-            group += [Entry(f"{size}_{UNIFORM}", "jax", dtype, str(twin)) for dtype in dtypes]
+            group += [
+                Entry(f"{size}_{UNIFORM}", "jax", precision, str(twin)) for precision in precisions
+            ]
         yield group
 
 
@@ -170,7 +180,7 @@ def _measure_group(
             entry: stack.enter_context(
                 process(
                     serve_generation,
-                    *(entry.program, entry.source, entry.dtype, prompts, protocol.new_tokens),
+                    *(entry.program, entry.source, entry.precision, prompts, protocol.new_tokens),
                     benchmark=BENCHMARK,
                     cure=CURE,
                     environment=NO_PREALLOCATION,
@@ -178,10 +188,10 @@ def _measure_group(
             )
             for entry in group
         }
-        sides: dict[Entry, tuple[Cost, str]] = {}
+        facts: dict[Entry, Facts] = {}
         for entry, ask in asks.items():
-            say(f"{entry.model}: loading into {entry.program}, {entry.dtype}")
-            sides[entry] = ask("side")
+            say(f"{entry.model}: loading into {entry.program}, {entry.precision}")
+            facts[entry] = ask("facts")
         say(f"{group[0].model}: dry run")
         asks[group[0]](("dry", protocol.batches[0]))
         keys = [
@@ -201,9 +211,8 @@ def _measure_group(
                 turns[entry, batch].append(asks[entry](("turn", batch)))
     return [
         Result(
-            key=Key(entry.model, entry.program, entry.dtype, batch),
-            cost=sides[entry][0],
-            device=sides[entry][1],
+            key=Key(entry.model, entry.program, entry.precision, batch),
+            facts=facts[entry],
             turns=tuple(turns[entry, batch]),
             prompt_tokens=protocol.prompt_tokens,
             new_tokens=protocol.new_tokens,
@@ -216,7 +225,7 @@ def _check_same(firsts: dict[tuple[Entry, int], np.ndarray]) -> None:
     """Assert that in float32, where rounding changes no choice, all programs choose the same."""
     chosen: dict[tuple[str, int], np.ndarray] = {}
     for (entry, batch), first_BI in firsts.items():
-        if entry.dtype == "float32":
+        if entry.precision == "float32":
             same = np.array_equal(chosen.setdefault((entry.model, batch), first_BI), first_BI)
             assert same, f"{entry.program} generates other tokens of {entry.model}"
 
@@ -227,7 +236,12 @@ def _vocabulary(entry: Entry) -> int:
     return OTHERS[size].fields["vocab_size"] if size in OTHERS else model_of(size).vocab_size
 
 
-def _check(programs: tuple[str, ...], others: tuple[str, ...], protocol: Protocol) -> None:
+def _check(
+    programs: tuple[str, ...],
+    precisions: tuple[str, ...],
+    others: tuple[str, ...],
+    protocol: Protocol,
+) -> None:
     needed = [*programs, *(["transformers"] if set(others) - {UNIFORM} else [])]
     for program in needed:
         extra = EXTRAS.get(program)
@@ -244,6 +258,11 @@ def _check(programs: tuple[str, ...], others: tuple[str, ...], protocol: Protoco
         raise UserError(f"--rounds is {protocol.rounds}: it must be at least 1.")
     if min(protocol.batches) < 1:
         raise UserError(f"--batch is {min(protocol.batches)}: it must be at least 1.")
+    if set(precisions) <= BITS.keys() and ("jax" not in programs or set(others) - {UNIFORM}):
+        raise UserError(
+            f"--dtype is {','.join(precisions)}: only jax has weights in so few bits here; have "
+            "jax in --backend, and float32 or bfloat16 in --dtype for --others."
+        )
     if programs == ("mlx",) and 1 not in protocol.batches:
         raise UserError("mlx-lm generates one text at a time: have 1 in --batch.")
 

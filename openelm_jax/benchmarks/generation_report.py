@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from openelm_jax.benchmarks.generation_models import OTHERS, Cost
-from openelm_jax.benchmarks.generation_sides import Turn
+from openelm_jax.benchmarks.generation_models import OTHERS
+from openelm_jax.benchmarks.generation_sides import Facts, Turn
 from openelm_jax.benchmarks.paper_tables import (
     APPLE_MACHINE,
     MACHINE,
@@ -30,13 +30,12 @@ from openelm_jax.benchmarks.report import (
     short,
 )
 
-BYTES = {"float32": 4, "bfloat16": 2}
-
 TARGETS = {
     ("generation", "270m", "float32", "torch", "float32"): 2.2,
     ("generation", "270m", "float32", "torch", "bfloat16"): 1.1,
     ("generation", "270m", "float32", "mlx", "float32"): 5.0,
     ("generation", "270m", "bfloat16", "jax", "float32"): 0.7,
+    ("generation", "270m", "int8", "jax", "float32"): 0.9,
     ("generation", "10m", "float32", "torch", "float32"): 2.5,
     ("prompt", "270m", "float32", "torch", "float32"): 2.0,
 }
@@ -48,7 +47,7 @@ SHARE_TARGETS = {("270m", "float32"): 50.0}
 
 
 class Key(NamedTuple):
-    """What was measured: a model in a program, a compute type and a batch."""
+    """What was measured: a model in a program, a precision and a batch."""
 
     model: str
     program: str
@@ -64,8 +63,7 @@ class Result:
     """The turns of a side."""
 
     key: Key
-    cost: Cost
-    device: str
+    facts: Facts
     turns: tuple[Turn, ...]
     prompt_tokens: int
     new_tokens: int
@@ -144,11 +142,11 @@ class Generation:
 
 def bound_of(result: Result, bandwidths: Mapping[str, float]) -> Bound:
     """Return the bound of a step: all weights, and of each row the cache of a mean length."""
-    size, batch = BYTES[result.key.dtype], result.key.batch
-    weight_bytes = result.cost.weights_read * size
+    facts, batch = result.facts, result.key.batch
+    weight_bytes = facts.weight_bytes
     mean_length = result.prompt_tokens + result.new_tokens / 2
-    cache_bytes = round(batch * result.cost.cache_per_token * mean_length * size)
-    bandwidth = bandwidths.get(result.device)
+    cache_bytes = round(batch * facts.cache_bytes * mean_length)
+    bandwidth = bandwidths.get(facts.device)
     allowed = None if bandwidth is None else batch * bandwidth / (weight_bytes + cache_bytes)
     return Bound(weight_bytes=weight_bytes, cache_bytes=cache_bytes, tokens_per_second=allowed)
 
@@ -167,8 +165,8 @@ def make_row(result: Result, bound: Bound) -> Row:
         generation=generation,
         total=total,
         title=title_of(key.model),
-        parameters=result.cost.parameters,
-        device=result.device,
+        parameters=result.facts.parameters,
+        device=result.facts.device,
         bound=bound,
         share=None if allowed is None else generation.median / allowed,
         paper_cuda=TABLE_7A.get(key.model),
@@ -189,8 +187,8 @@ def title_of(model: str) -> str:
 def make_ratios(results: list[Result]) -> Iterator[Figure]:
     """Yield each of our sides to each other one of its size, as ratios of neighbouring turns.
 
-    To another program of the same model with the same batch; to ourselves in another type, with
-    the first batch, or with a uniform model.
+    To another program of the same model with the same batch; to ourselves in float32, with a
+    smaller batch, or with a uniform model.
     """
     for ours in results:
         if ours.key.program != "jax":
@@ -217,7 +215,7 @@ def make_shares(results: list[Result], bounds: list[Bound]) -> Iterator[Figure]:
         key, allowed = result.key, bound.tokens_per_second
         if key.program != "jax" or allowed is None:
             continue
-        is_target = result.device == "cpu" and key.batch == 1
+        is_target = result.facts.device == "cpu" and key.batch == 1
         yield median_figure(
             title_of(key.model),
             "_".join(map(str, ("share", *key))),
@@ -235,7 +233,7 @@ def _is_compared(ours: Key, theirs: Key) -> bool:
     if theirs.program != "jax":
         return ours.batch == theirs.batch
     if ours.dtype != theirs.dtype:
-        return ours.batch == theirs.batch and ours.dtype != "float32"
+        return ours.batch == theirs.batch and theirs.dtype == "float32"
     return theirs.batch < ours.batch
 
 
@@ -244,7 +242,7 @@ def _name_of(theirs: Key, ours: Key) -> str:
 
 
 def _target(rate: str, ours: Result, theirs: Result) -> float | None:
-    if {ours.device, theirs.device} != {"cpu"} or ours.key.model != theirs.key.model:
+    if {ours.facts.device, theirs.facts.device} != {"cpu"} or ours.key.model != theirs.key.model:
         return None
     model, _, dtype, batch = ours.key
     if batch != theirs.key.batch:

@@ -25,21 +25,37 @@ from openelm_jax.benchmarks.generation_models import (
 )
 from openelm_jax.benchmarks.processes import questions
 from openelm_jax.benchmarks.report import num_cores
+from openelm_jax.config import ModelConfig
+from openelm_jax.model.matrix import Bits
 
 Stream = Callable[[np.ndarray, int], Iterator[np.ndarray]]
 """(prompts [B, T], new tokens) -> those [B, I] as they come; the first when the prompt is read."""
 
+BYTES = {"float32": 4, "bfloat16": 2}
+"""Of a number, by compute type."""
+BITS: dict[str, Bits] = {"int8": 8, "int4": 4}
+"""Of a weight, by the precisions that only our own program has; it computes in its default type."""
 WARM_UP_TOKENS = 8
 """New tokens after which all code is compiled and what memory is needed is there."""
+
+
+class Facts(NamedTuple):
+    """What is known of a side before it runs."""
+
+    parameters: int
+    weight_bytes: int
+    """That a new token reads."""
+    cache_bytes: int
+    """Of each token of a row."""
+    device: str
+    """The platform: cpu, gpu."""
 
 
 class Side(NamedTuple):
     """A program with a model ready to generate."""
 
     stream: Stream
-    cost: Cost
-    device: str
-    """The platform: cpu, gpu."""
+    facts: Facts
 
 
 class Turn(NamedTuple):
@@ -53,21 +69,21 @@ def serve_generation(
     connection: Connection,
     program: str,
     source: str,
-    dtype: str,
+    precision: str,
     prompts: dict[int, np.ndarray],
     new_tokens: int,
 ) -> None:
-    """Answer "side" with (cost, device); ("dry", batch) when all new tokens are generated;
+    """Answer "facts" with them; ("dry", batch) when all new tokens are generated;
     ("first", batch) with the first ones; ("turn", batch) with a Turn, warmed up.
 
     `source` is a Hugging Face directory, or for transformers the name of a model. `prompts` are
     [B, T] by batch size.
     """
     length = new_tokens + max(rows_BT.shape[1] for rows_BT in prompts.values())
-    side = PROGRAMS[program](source, dtype, length)
+    side = PROGRAMS[program](source, precision, length)
     for question in questions(connection):
-        if question == "side":
-            connection.send((side.cost, side.device))
+        if question == "facts":
+            connection.send(side.facts)
             continue
         kind, batch = question
         if kind == "dry":
@@ -102,7 +118,7 @@ def time_stream(stream: Stream, prompts_BT: np.ndarray, new_tokens: int) -> Turn
     return Turn(prompt_seconds, seconds)
 
 
-def our_stream(config: Any, params: Any, dtype: str) -> Stream:
+def our_stream(config: ModelConfig, params: Any, dtype: str) -> Stream:
     """Return how our engine generates with parameters as it takes them; no token ends a text."""
     from openelm_jax.generation import engine
     from openelm_jax.generation.sampling import Sampling
@@ -123,19 +139,41 @@ def our_stream(config: Any, params: Any, dtype: str) -> Stream:
     return stream
 
 
-def _ours(directory: str, dtype: str, length: int) -> Side:
+def our_facts(config: ModelConfig, params: Any, dtype: str) -> Facts:
+    """Return them of parameters as the engine takes them, whatever type they are stored in."""
+    import jax
+
+    table = 0 if config.tie_embeddings else num_bytes(params["embedding"])
+    cost = cost_of(config)
+    return Facts(
+        parameters=cost.parameters,
+        weight_bytes=num_bytes(params) - table,
+        cache_bytes=cost.cache_per_token * BYTES[dtype],
+        device=jax.devices()[0].platform,
+    )
+
+
+def num_bytes(tree: Any) -> int:
+    """Return the bytes of all arrays in a tree."""
+    import jax
+
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+
+def _ours(directory: str, precision: str, length: int) -> Side:
     from openelm_jax.xla_flags import set_flags
 
     set_flags()
-    import jax
-
     from openelm_jax.generation.language_model import load
     from openelm_jax.training.compilation import keep_compiled_code
 
     keep_compiled_code()
-    model = load(directory, dtype=dtype)  # type: ignore[arg-type]
-    config, params = model.config, model.params
-    return Side(our_stream(config, params, dtype), cost_of(config), jax.devices()[0].platform)
+    if precision in BITS:
+        model = load(directory, quantize=BITS[precision])
+    else:
+        model = load(directory, dtype=precision)  # type: ignore[arg-type]
+    facts = our_facts(model.config, model.params, model.dtype)
+    return Side(our_stream(model.config, model.params, model.dtype), facts)
 
 
 def _torch(directory: str, dtype: str, length: int) -> Side:
@@ -164,7 +202,12 @@ def _torch_side(model: Any, dtype: str, cost: Cost) -> Side:
     torch.set_num_threads(num_cores())
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = model.to(device, getattr(torch, dtype)).eval()
-    return Side(torch_stream(model), cost, {"cuda": "gpu"}.get(device, device))
+    return Side(torch_stream(model), _facts(cost, dtype, "gpu" if device == "cuda" else "cpu"))
+
+
+def _facts(cost: Cost, dtype: str, device: str) -> Facts:
+    size = BYTES[dtype]
+    return Facts(cost.parameters, cost.weights_read * size, cost.cache_per_token * size, device)
 
 
 def torch_stream(model: Any) -> Stream:
@@ -208,7 +251,8 @@ def _mlx(directory: str, dtype: str, length: int) -> Side:
             yield np.array([[int(token)]])
 
     cost = cost_of(config_from_fields(fields, directory))
-    return Side(stream, cost, "gpu" if mx.default_device() == mx.gpu else "cpu")
+    device = "gpu" if mx.default_device() == mx.gpu else "cpu"
+    return Side(stream, _facts(cost, dtype, device))
 
 
 PROGRAMS: dict[str, Callable[[str, str, int], Side]] = {
@@ -217,4 +261,4 @@ PROGRAMS: dict[str, Callable[[str, str, int], Side]] = {
     "mlx": _mlx,
     "transformers": _transformers,
 }
-"""By name: (source, dtype, most tokens of a text) -> a side."""
+"""By name: (source, precision, most tokens of a text) -> a side."""
