@@ -21,6 +21,9 @@ import sentencepiece
 
 from openelm_jax.errors import UserError
 
+TOKENIZER_FILE = "tokenizer.model"
+"""What a tokenizer's file is called in every directory that holds one."""
+
 # SentencePiece drops longer training lines without a word, so they are cut at spaces before.
 MAX_LINE_CHARS = 1000
 MAX_TRAINING_CHARS = 500_000_000
@@ -43,6 +46,8 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 """Kinds of a piece."""
 BPE = 2
 """SentencePiece's number for models that merge pairs."""
+NO_BYTES = "has no byte_fallback"
+NO_SPACE_BEFORE = "puts no space before a text"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -96,6 +101,10 @@ class Tokenizer:
             part.append(encode(chunk, out_type="numpy"))
         part.append(end)
         yield _join(part)
+
+    @property
+    def unknown_id(self) -> int:
+        return self._processor.unk_id()
 
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
@@ -226,25 +235,37 @@ def _chunks(text: str) -> Iterator[str]:
     yield text[start:]
 
 
+def differences_from_llama(model_bytes: bytes) -> list[str]:
+    """Return what of a SentencePiece file is not as LLaMA's, of what decides a text's tokens.
+
+    LLaMA's merges pairs (BPE) of a text that it changes only in writing each space as U+2581 and
+    putting one before, and writes unknown characters as bytes. Each difference is a part of a
+    sentence: the tokenizer has, does, is. (Field numbers of sentencepiece_model.proto.)
+    """
+    model = dict(protobuf_fields(model_bytes))
+    trainer, normalizer = (dict(protobuf_fields(model.get(field, b""))) for field in (2, 3))
+    differences = {
+        "is no BPE model": trainer.get(3, 1) != BPE,  # model_type
+        NO_BYTES: not trainer.get(35),
+        "puts spaces behind words": trainer.get(24),  # treat_whitespace_as_suffix
+        "normalises text": normalizer.get(2),  # precompiled_charsmap
+        NO_SPACE_BEFORE: not normalizer.get(3, 1),  # add_dummy_prefix
+        "removes spaces": normalizer.get(4, 1),  # remove_extra_whitespaces
+        "keeps spaces as they are": not normalizer.get(5, 1),  # escape_whitespaces
+    }
+    return [difference for difference, holds in differences.items() if holds]
+
+
 def _splits_at_spaces(model_bytes: bytes, processor: sentencepiece.SentencePieceProcessor) -> bool:
     """Whether no token can reach across a space that follows another character.
 
-    It cannot where SentencePiece merges pairs (BPE) of a text that it changes only in writing each
-    space as U+2581 and putting one before, and no piece has that after another character: no
-    merge crosses the space, so that those on either side are the same without the other side.
+    It cannot where a text is merged as LLaMA's is, and no piece has U+2581 after another character:
+    no merge crosses the space, so that those on either side are the same without the other side.
     The space itself must be a piece, since unknown characters that touch become one token.
     """
-    # Field numbers of sentencepiece_model.proto.
-    model = dict(protobuf_fields(model_bytes))
-    trainer, normalizer = (dict(protobuf_fields(model.get(field, b""))) for field in (2, 3))
     pieces = [processor.id_to_piece(number) for number in range(processor.get_piece_size())]
     return (
-        trainer.get(3) == BPE  # model_type
-        and not trainer.get(24)  # treat_whitespace_as_suffix
-        and not normalizer.get(2)  # precompiled_charsmap: the text is not normalised
-        and normalizer.get(3, 1) == 1  # add_dummy_prefix
-        and normalizer.get(4, 1) == 0  # remove_extra_whitespaces
-        and normalizer.get(5, 1) == 1  # escape_whitespaces
+        not set(differences_from_llama(model_bytes)) - {NO_BYTES}
         and "\u2581" in pieces
         and not any(_SPACE_AFTER_CHARACTER.search(piece) for piece in pieces)
     )

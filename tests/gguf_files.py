@@ -14,6 +14,7 @@ from openelm_jax.model.decoder import Params
 from openelm_jax.tokenizer import Tokenizer
 from openelm_jax.weights.gguf_file import open_gguf, write_gguf
 from openelm_jax.weights.stored import in_memory, read_params
+from openelm_jax.weights.vocabulary import cut_to_tokenizer
 
 gguf = pytest.importorskip("gguf")
 PIECES = 380
@@ -30,7 +31,8 @@ def write(
     """Write a model, by default of random weights, and return its file."""
     folder.mkdir(exist_ok=True)
     params = random_params(config) if params is None else params
-    write_gguf(folder, in_memory(config, params, tok or tokenizer()), outtype=outtype)
+    stored = cut_to_tokenizer(in_memory(config, params, tok or tokenizer()))
+    write_gguf(folder, stored, outtype=outtype)
     return folder / "model.gguf"
 
 

@@ -140,23 +140,25 @@ def test_merges_come_by_score():
 
 
 @pytest.mark.parametrize(
-    "trained",
+    ("trained", "reason"),
     [
-        {"model_type": "unigram", "byte_fallback": False, "vocab_size": 30},
-        {"byte_fallback": False, "vocab_size": 40},
-        {"treat_whitespace_as_suffix": True},
-        {"add_dummy_prefix": False},
-        {"remove_extra_whitespaces": True},
-        {"normalization_rule_name": "nmt_nfkc"},
-        {"user_defined_symbols": ["<tool>"]},
+        ({"model_type": "unigram", "byte_fallback": False, "vocab_size": 30}, "is no BPE model"),
+        ({"byte_fallback": False, "vocab_size": 40}, "has no byte_fallback"),
+        ({"treat_whitespace_as_suffix": True}, "puts spaces behind words"),
+        ({"add_dummy_prefix": False}, "puts no space before a text"),
+        ({"remove_extra_whitespaces": True}, "removes spaces"),
+        ({"normalization_rule_name": "nmt_nfkc"}, "normalises text"),
+        ({"user_defined_symbols": ["<tool>"]}, "has symbols of its user"),
     ],
-    ids=lambda trained: next(iter(trained)),
+    ids=str,
 )
-def test_a_tokenizer_with_other_rules_is_copied_with_a_warning(tmp_path, capsys, trained):
+def test_a_tokenizer_with_other_rules_is_copied_with_a_warning(tmp_path, capsys, trained, reason):
     write_tokenizer(tmp_path, tokenizer_from_bytes(bpe_model(**trained), "x.model"), tiny())
 
     assert [file.name for file in tmp_path.iterdir()] == ["tokenizer.model"]
-    assert "no LLaMA-like BPE model" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "the tokenizer is not like LLaMA's, for it " in said
+    assert reason in said
 
 
 def test_a_tokenizer_with_unused_pieces_is_copied_with_a_warning(tmp_path, capsys):
@@ -173,7 +175,7 @@ def test_a_tokenizer_with_unused_pieces_is_copied_with_a_warning(tmp_path, capsy
     write_tokenizer(tmp_path, tokenizer, tiny())
 
     assert [file.name for file in tmp_path.iterdir()] == ["tokenizer.model"]
-    assert "no LLaMA-like BPE model" in capsys.readouterr().err
+    assert "for it has unused pieces: only" in capsys.readouterr().err
 
 
 def bpe_model(**changes) -> bytes:

@@ -14,7 +14,7 @@ from small_models import tiny
 
 from openelm_jax.errors import UserError
 from openelm_jax.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_bytes
-from openelm_jax.weights.gguf_vocabulary import tokenizer_of, vocabulary_of
+from openelm_jax.weights.gguf_vocabulary import puts_space_before, tokenizer_of
 
 MISTRAL = Path(__file__).parent / "data" / "tokenizer-mistral-v1" / "tokenizer.model"
 
@@ -41,16 +41,15 @@ def train(**changes) -> Tokenizer:
 
 def metadata_of(tok: Tokenizer) -> dict:
     """Return what a reader finds of a tokenizer in a file."""
-    vocabulary = vocabulary_of(tok)
     return {
         "tokenizer.ggml.model": "llama",
-        "tokenizer.ggml.tokens": [token.decode() for token in vocabulary.tokens],
-        "tokenizer.ggml.scores": list(vocabulary.scores),
-        "tokenizer.ggml.token_type": list(vocabulary.types),
+        "tokenizer.ggml.tokens": [piece.text for piece in tok.pieces],
+        "tokenizer.ggml.scores": [piece.score for piece in tok.pieces],
+        "tokenizer.ggml.token_type": [piece.kind for piece in tok.pieces],
         "tokenizer.ggml.bos_token_id": tok.bos_id,
         "tokenizer.ggml.eos_token_id": tok.eos_id,
-        "tokenizer.ggml.unknown_token_id": vocabulary.unknown_id,
-        "tokenizer.ggml.add_space_prefix": vocabulary.space_before,
+        "tokenizer.ggml.unknown_token_id": tok.unknown_id,
+        "tokenizer.ggml.add_space_prefix": puts_space_before(tok),
     }
 
 
@@ -104,7 +103,7 @@ def test_the_tokenizer_comes_back_from_the_file(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"model_type": "unigram"}, "its model is not BPE"),
+        ({"model_type": "unigram"}, "is no BPE model"),
         ({"byte_fallback": False}, "no byte_fallback"),
         ({"normalization_rule_name": "nmt_nfkc"}, "normalises text"),
         ({"remove_extra_whitespaces": True}, "removes spaces"),

@@ -24,11 +24,10 @@ from openelm_jax.weights.gguf_config import (
     what_llama_cpp_lacks,
 )
 from openelm_jax.weights.gguf_header import StoredTensor, damaged, read_header
-from openelm_jax.weights.gguf_vocabulary import tokenizer_of, vocabulary_of
+from openelm_jax.weights.gguf_vocabulary import puts_space_before, tokenizer_of
 from openelm_jax.weights.names import NamedWeight, ParamPath, named_weights
 from openelm_jax.weights.safetensors_files import warn_of_overflow
 from openelm_jax.weights.stored import StoredWeights
-from openelm_jax.weights.vocabulary import cut_to_tokenizer
 
 OutType = Literal["f32", "f16", "bf16", "q8_0"]
 
@@ -96,6 +95,7 @@ def open_gguf(file: Path) -> Iterator[StoredWeights]:
         config=config,
         read=read,
         source=str(file),
+        file=file,
         tokenizer=tokenizer_of(header.metadata, str(file)),
     )
 
@@ -103,6 +103,7 @@ def open_gguf(file: Path) -> Iterator[StoredWeights]:
 def write_gguf(directory: Path, stored: StoredWeights, *, outtype: OutType = "bf16") -> None:
     """Write `model.gguf`, which llama.cpp loads, with tokenizer and metadata, into `directory`.
 
+    The vocabulary must be cut to the tokenizer's (`cut_to_tokenizer`).
     Norms stay float32; where a row is no whole number of q8_0's blocks, the tensor is float16. Says
     on stderr which these are, and which tensors have values that float16 has not. Raises UserError
     for a model or a tokenizer that llama.cpp has not. (`conversion/openelm.py` of llama.cpp.)
@@ -118,7 +119,7 @@ def write_gguf(directory: Path, stored: StoredWeights, *, outtype: OutType = "bf
             "--to gguf: the file holds the tokenizer, and there is none; give one with "
             "--tokenizer FILE."
         )
-    stored = cut_to_tokenizer(stored)
+    assert stored.tokenizer.vocab_size == config.vocab_size, "the vocabulary is not cut"
     gguf = _package()
     kinds = {}
     with closing(gguf.GGUFWriter(directory / FILE, ARCHITECTURE)) as writer:
@@ -144,10 +145,10 @@ def write_gguf(directory: Path, stored: StoredWeights, *, outtype: OutType = "bf
 def _add_metadata(writer: Any, stored: StoredWeights, outtype: OutType) -> None:
     config, tokenizer = stored.config, stored.tokenizer
     assert tokenizer is not None
-    vocabulary = vocabulary_of(tokenizer)
+    space_before = puts_space_before(tokenizer)
     shapes = layer_shapes(config)
     writer.add_type("model")
-    writer.add_name(Path(stored.source).name)
+    writer.add_name(stored.name)
     writer.add_block_count(config.num_layers)
     writer.add_context_length(config.context_length)
     writer.add_embedding_length(config.model_dim)
@@ -164,15 +165,15 @@ def _add_metadata(writer: Any, stored: StoredWeights, outtype: OutType) -> None:
     writer.add_string(CONFIG_KEY, config_as_text(config))
     writer.add_tokenizer_model("llama")
     writer.add_tokenizer_pre("default")
-    writer.add_token_list(vocabulary.tokens)
-    writer.add_token_scores(vocabulary.scores)
-    writer.add_token_types(vocabulary.types)
+    writer.add_token_list([piece.text.encode() for piece in tokenizer.pieces])
+    writer.add_token_scores([piece.score for piece in tokenizer.pieces])
+    writer.add_token_types([piece.kind for piece in tokenizer.pieces])
     writer.add_bos_token_id(tokenizer.bos_id)
     writer.add_eos_token_id(tokenizer.eos_id)
-    writer.add_unk_token_id(vocabulary.unknown_id)
+    writer.add_unk_token_id(tokenizer.unknown_id)
     writer.add_add_bos_token(True)
     writer.add_add_eos_token(False)
-    writer.add_add_space_prefix(vocabulary.space_before)
+    writer.add_add_space_prefix(space_before)
 
 
 def _tensor_names(config: ModelConfig) -> Iterator[tuple[NamedWeight, tuple[str, ...]]]:

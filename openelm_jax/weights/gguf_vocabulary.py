@@ -8,59 +8,36 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from openelm_jax.errors import UserError
-from openelm_jax.tokenizer import Tokenizer, protobuf_fields, tokenizer_from_bytes
+from openelm_jax.tokenizer import (
+    BPE,
+    NO_SPACE_BEFORE,
+    NORMAL,
+    UNKNOWN,
+    USER_DEFINED,
+    Tokenizer,
+    differences_from_llama,
+    tokenizer_from_bytes,
+)
 
-NORMAL, UNKNOWN, USER_DEFINED = 1, 2, 4
-"""Types of a piece, the same numbers in both formats."""
-BPE = 2
 KEY = "tokenizer.ggml."
 LISTS = ("tokens", "scores", "token_type")
 
 
-@dataclass(frozen=True)
-class Vocabulary:
-    """Every piece of a tokenizer: its text, score and type; and whether a space is put before."""
+def puts_space_before(tokenizer: Tokenizer) -> bool:
+    """Whether a tokenizer puts a space before a text; the types of its pieces are GGUF's own.
 
-    tokens: tuple[bytes, ...]
-    scores: tuple[float, ...]
-    types: tuple[int, ...]
-    unknown_id: int
-    space_before: bool
-
-
-def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:
-    """Return the pieces of a tokenizer; raises UserError if llama.cpp makes other tokens of text.
-
-    Field numbers are those of sentencepiece_model.proto.
+    Raises UserError if llama.cpp makes other tokens of text.
     """
-    model = list(protobuf_fields(tokenizer.model_bytes))
-    trainer, normalizer = (dict(protobuf_fields(dict(model).get(field, b""))) for field in (2, 3))
-    faults = {
-        "its model is not BPE": trainer.get(3, 1) != BPE,
-        "it has no byte_fallback": not trainer.get(35),
-        "it puts spaces behind words": trainer.get(24),
-        "it normalises text": normalizer.get(2),
-        "it removes spaces": normalizer.get(4, 1),
-        "it keeps spaces as they are": not normalizer.get(5, 1),
-    }
-    if reasons := [reason for reason, holds in faults.items() if holds]:
+    differences = differences_from_llama(tokenizer.model_bytes)
+    if reasons := [reason for reason in differences if reason != NO_SPACE_BEFORE]:
         raise UserError(
-            f"--to gguf: llama.cpp makes other tokens of text than this tokenizer, since "
+            "--to gguf: llama.cpp makes other tokens of text than this tokenizer, which "
             f"{' and '.join(reasons)}; export --to hf."
         )
-    pieces = [dict(protobuf_fields(value)) for field, value in model if field == 1]
-    types = tuple(piece.get(3, NORMAL) for piece in pieces)
-    return Vocabulary(
-        tokens=tuple(piece[1] for piece in pieces),
-        scores=tuple(_float_of_bits(piece.get(2, 0)) for piece in pieces),
-        types=types,
-        unknown_id=types.index(UNKNOWN),
-        space_before=bool(normalizer.get(3, 1)),
-    )
+    return NO_SPACE_BEFORE not in differences
 
 
 def tokenizer_of(metadata: Mapping[str, Any], where: str) -> Tokenizer | None:
@@ -153,7 +130,3 @@ def _varint(value: int) -> bytes:
         value >>= 7
     encoded.append(value)
     return bytes(encoded)
-
-
-def _float_of_bits(bits: int) -> float:
-    return struct.unpack("<f", bits.to_bytes(4, "little"))[0]

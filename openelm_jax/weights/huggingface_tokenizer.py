@@ -12,14 +12,13 @@ from typing import Any
 
 from openelm_jax.config import ModelConfig
 from openelm_jax.tokenizer import (
-    BPE,
     BYTE,
     NORMAL,
-    UNKNOWN,
+    TOKENIZER_FILE,
     UNUSED,
     USER_DEFINED,
     Tokenizer,
-    protobuf_fields,
+    differences_from_llama,
 )
 from openelm_jax.weights.json_files import write_json
 
@@ -32,11 +31,11 @@ def write_tokenizer(directory: Path, tokenizer: Tokenizer, config: ModelConfig) 
     In transformers the text `</s>` is then what it is here, text; the token comes by its id. There
     is no padding token, since the model has none: whoever pads masks by length.
     """
-    (directory / "tokenizer.model").write_bytes(tokenizer.model_bytes)
-    if not is_expressible(tokenizer):
+    (directory / TOKENIZER_FILE).write_bytes(tokenizer.model_bytes)
+    if differences := _differences(tokenizer):
         print(
-            "warning: the tokenizer is no LLaMA-like BPE model (it normalises text, say, or is a "
-            "unigram model): only tokenizer.model is written, and no tokenizer.json.",
+            f"warning: the tokenizer is not like LLaMA's, for it {' and '.join(differences)}: only "
+            f"{TOKENIZER_FILE} is written, and no tokenizer.json.",
             file=sys.stderr,
         )
         return
@@ -58,20 +57,13 @@ def write_tokenizer(directory: Path, tokenizer: Tokenizer, config: ModelConfig) 
     )
 
 
-def is_expressible(tokenizer: Tokenizer) -> bool:
-    """Whether a model merges pairs of the text as it is, but for spaces and one before it."""
-    model = dict(protobuf_fields(tokenizer.model_bytes))
-    trainer, normalizer = (dict(protobuf_fields(model.get(field, b""))) for field in (2, 3))
-    return (
-        trainer.get(3) == BPE
-        and bool(trainer.get(35))  # byte_fallback
-        and not trainer.get(24)  # treat_whitespace_as_suffix
-        and not normalizer.get(2)  # precompiled_charsmap
-        and normalizer.get(3, 1) == 1  # add_dummy_prefix
-        and normalizer.get(4, 1) == 0  # remove_extra_whitespaces
-        and normalizer.get(5, 1) == 1  # escape_whitespaces
-        and not any(piece.kind in (USER_DEFINED, UNUSED) for piece in tokenizer.pieces)
-    )
+def _differences(tokenizer: Tokenizer) -> list[str]:
+    """Return what of a tokenizer no tokenizer.json of this kind expresses."""
+    kinds = {piece.kind for piece in tokenizer.pieces}
+    differences = differences_from_llama(tokenizer.model_bytes)
+    differences += ["has symbols of its user"] if USER_DEFINED in kinds else []
+    differences += ["has unused pieces"] if UNUSED in kinds else []
+    return differences
 
 
 def merges_of(tokenizer: Tokenizer) -> list[tuple[str, str]]:
@@ -88,8 +80,7 @@ def merges_of(tokenizer: Tokenizer) -> list[tuple[str, str]]:
 
 
 def _special_texts(tokenizer: Tokenizer) -> dict[str, str]:
-    unk_id = next(i for i, piece in enumerate(tokenizer.pieces) if piece.kind == UNKNOWN)
-    ids = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id, "unk": unk_id}
+    ids = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id, "unk": tokenizer.unknown_id}
     return {name: tokenizer.pieces[i].text for name, i in ids.items()}
 
 

@@ -5,6 +5,7 @@ A model of three billion parameters passes through a few hundred megabytes of me
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ import numpy as np
 from openelm_jax.config import ModelConfig
 from openelm_jax.tokenizer import Tokenizer
 from openelm_jax.weights.names import ParamPath, Params, at, named_weights, put
+from openelm_jax.weights.run_record import RunRecord
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -27,10 +29,21 @@ class StoredWeights:
     config: ModelConfig
     read: Callable[[ParamPath], np.ndarray]
     source: str
-    """Where they are, for messages: `runs/tiny@500`."""
+    """Where they are, as it was asked for: `runs/tiny@500`, `hf://apple/OpenELM-270M`."""
     tokenizer: Tokenizer | None = None
+    file: Path | None = None
+    """The file that holds them, if it is a single one."""
     saved: tuple[Path, int] | None = None
     """The run directory and the step whose weights they are, if they are a run's."""
+    record: RunRecord | None = None
+    """How they were trained, if that is known."""
+
+    @property
+    def name(self) -> str:
+        """The last part of the source, for titles: `tiny@500`, `OpenELM-270M`."""
+        if self.source.startswith("hf://"):
+            return self.source.partition("@")[0].rpartition("/")[2]
+        return os.path.basename(os.path.abspath(self.source))
 
 
 def in_memory(
