@@ -217,6 +217,7 @@ def test_without_a_model_in_the_yaml_an_experiment_says_it(written, tmp_path, te
         ),
         ("model: [", "openelm.yaml is no YAML"),
         (APPLES.replace("2048", "0").replace("NAME", "gpt-test"), "context_length"),
+        (APPLES.replace('"NAME"', "[x]"), r"model_name is \['x'\]; known are OpenELM-270M"),
         ("openelm_jax: {model_type: llama}", "model_type is 'llama'"),
         ("model: !!python/object/apply:os.system ['true']", "is no YAML"),
     ],
@@ -264,6 +265,15 @@ def test_a_file_cut_short_is_named(written, kept):
         ({"norm.weight": torch.zeros(3)}, r"norm.weight is \[3\], .* makes it \[128\]"),
         ({"norm.weight": torch.zeros(128).double()}, "norm.weight is stored as float64; known are"),
         ({"norm.weight": 3}, "is no model's state dict, for norm.weight is no tensor"),
+        ({0: torch.zeros(2)}, "is no model's state dict, for 0 is no name of a tensor"),
+        ({"norm.weight": torch.ones(128).to_sparse()}, "for norm.weight is sparse or without val"),
+        ({"norm.weight": torch.ones(128, device="meta")}, "for norm.weight is sparse or without"),
+        (
+            {"token_embeddings.weight": torch.tensor(1.0)},
+            r"token_embeddings.weight is \[\], .* makes it \[32128, 128\]",
+        ),
+        ({"model_state_dict": [1]}, "is no model's state dict, for it is no name of a tensor"),
+        ({"model_state_dict": torch.ones(1)}, "is no model's state dict, for it is no name"),
     ],
 )
 def test_what_is_not_the_model_is_named(written, change, message):
@@ -378,6 +388,10 @@ def without_state(optimizer):
     del optimizer["state"][2]
 
 
+def with_a_list_for_state(optimizer):
+    optimizer["state"][2] = [1]
+
+
 def with_amsgrad(optimizer):
     optimizer["param_groups"][0]["amsgrad"] = True
 
@@ -386,12 +400,36 @@ def with_another_group(optimizer):
     optimizer["param_groups"][0]["params"].pop()
 
 
+def without_groups(optimizer):
+    del optimizer["param_groups"]
+
+
+def with_no_group(optimizer):
+    optimizer["param_groups"] = []
+
+
+def without_states(optimizer):
+    del optimizer["state"]
+
+
+def with_a_group_of_no_list(optimizer):
+    optimizer["param_groups"][0]["params"] = 3
+
+
 def misshapen(optimizer):
     optimizer["state"][0]["exp_avg"] = torch.zeros(3, 4)
 
 
+def with_a_number_for_moment(optimizer):
+    optimizer["state"][0]["exp_avg"] = 3
+
+
 def updated_less(optimizer):
     optimizer["state"][3]["step"] = torch.tensor(4.0)
+
+
+def updated_in_words(optimizer):
+    optimizer["state"][3]["step"] = "seven"
 
 
 @pytest.mark.parametrize(
@@ -399,10 +437,17 @@ def updated_less(optimizer):
     [
         (without_moment, r"no moments of layers\.0\.attn\.out_proj\.weight, as AdamW"),
         (without_state, r"no moments of layers\.0\.attn\.out_proj\.weight, as AdamW"),
+        (with_a_list_for_state, r"no moments of layers\.0\.attn\.out_proj\.weight, as AdamW"),
         (with_amsgrad, "ran with amsgrad"),
         (with_another_group, "has 4 and 5 parameters, .* 5 matrices and 5 vectors"),
+        (without_groups, "its optim_state_dict is no state of a PyTorch optimiser"),
+        (without_states, "its optim_state_dict is no state of a PyTorch optimiser"),
+        (with_a_group_of_no_list, "its optim_state_dict is no state of a PyTorch optimiser"),
+        (with_no_group, "its optimiser has no moments of "),
         (misshapen, r"exp_avg: token_embeddings\.weight is \[3, 4\], .* \[48, 128\]"),
+        (with_a_number_for_moment, r"exp_avg is no model's .* token_embeddings\.weight is no tens"),
         (updated_less, "some parameters have had 4 updates and others 7"),
+        (updated_in_words, "an optimiser's step is 'seven', not a number from 0"),
     ],
 )
 def test_the_state_of_another_optimiser_is_refused(checkpoint, damage, message):
@@ -411,3 +456,20 @@ def test_the_state_of_another_optimiser_is_refused(checkpoint, damage, message):
 
     with pytest.raises(UserError, match=message):
         corenet_training.open_corenet_training(checkpoint(optimizer))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "iterations", "message"),
+    [
+        ([1], 7, "its optim_state_dict is no state of a PyTorch optimiser"),
+        (None, -3, "iterations is '-3', not a number from 0"),
+        (None, "x", "iterations is 'x', not a number from 0"),
+    ],
+)
+def test_a_training_checkpoint_of_other_things_is_refused(
+    checkpoint, optimizer, iterations, message
+):
+    file = checkpoint(optimizer or moments()[0], iterations)
+
+    with pytest.raises(UserError, match=message):
+        corenet_training.open_corenet_training(file)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,8 +19,9 @@ import numpy as np
 
 from openelm_jax.config import ModelConfig
 from openelm_jax.errors import UserError
+from openelm_jax.tokenizer import TOKENIZER_FILE
 from openelm_jax.weights.corenet_yaml import MODELS, config_beside, corenet_name, write_yaml
-from openelm_jax.weights.names import ParamPath, from_reference, named_weights, to_reference
+from openelm_jax.weights.names import from_reference, named_weights, to_reference
 from openelm_jax.weights.safetensors_files import warn_of_overflow
 from openelm_jax.weights.stored import StoredWeights
 
@@ -40,14 +41,19 @@ def open_corenet(file: Path, exp: str | None = None) -> Iterator[StoredWeights]:
     """
     tensors = state_dict(load_file(file), file)
     config = config_of(file, exp, tensors)
-    reader(config, tensors, str(file))  # so that it refuses another model before anything is read
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     del tensors
 
-    def read(path: ParamPath) -> np.ndarray:
+    def read(name: str) -> np.ndarray:
         # The file is mapped anew: a mapping that stays keeps in memory all that was ever read.
-        return reader(config, state_dict(load_file(file), file), str(file))(path)
+        return as_array(_weights_in(load_file(file))[name], name, str(file))
 
-    yield StoredWeights(config=config, read=read, source=str(file))
+    yield StoredWeights(
+        config=config,
+        read=from_reference(config, shapes, read, str(file), "corenet"),
+        source=str(file),
+        file=file,
+    )
 
 
 def write_corenet(directory: Path, stored: StoredWeights, *, dtype: str | None = None) -> None:
@@ -74,7 +80,7 @@ def write_corenet(directory: Path, stored: StoredWeights, *, dtype: str | None =
     write_yaml(directory / YAML, stored, _name(next(iter(tensors.values())).dtype))
     torch.save(tensors, directory / WEIGHTS)
     if stored.tokenizer is not None:
-        (directory / "tokenizer.model").write_bytes(stored.tokenizer.model_bytes)
+        (directory / TOKENIZER_FILE).write_bytes(stored.tokenizer.model_bytes)
 
 
 def load_file(file: Path) -> dict[str, Any]:
@@ -103,15 +109,32 @@ def load_file(file: Path) -> dict[str, Any]:
 
 def state_dict(content: dict[str, Any], file: Path) -> dict[str, torch.Tensor]:
     """Return the weights among what a file holds, by CoreNet's names; UserError if none are."""
-    torch = _torch()
-    tensors = content.get("model_state_dict", content)
-    for name, value in tensors.items():
-        if not isinstance(value, torch.Tensor):
-            raise UserError(
-                f"{file} is no model's state dict, for {name} is no tensor; give CoreNet's "
-                "checkpoint_*.pt or training_checkpoint_*.pt."
-            )
+    tensors = _weights_in(content)
+    require_tensors(tensors, str(file))
     return tensors
+
+
+def require_tensors(tensors: Any, where: str) -> None:
+    """Raise UserError unless these are tensors by their names, each with values of its own."""
+    torch = _torch()
+    given = tensors if isinstance(tensors, dict) else {"it": tensors}
+    for name, value in given.items():
+        if not (isinstance(tensors, dict) and isinstance(name, str)):
+            fault = f"{name} is no name of a tensor"
+        elif not isinstance(value, torch.Tensor):
+            fault = f"{name} is no tensor"
+        elif value.is_meta or value.layout != torch.strided:
+            fault = f"{name} is sparse or without values"
+        else:
+            continue
+        raise UserError(
+            f"{where} is no model's state dict, for {fault}; give CoreNet's checkpoint_*.pt or "
+            "training_checkpoint_*.pt."
+        )
+
+
+def _weights_in(content: dict[str, Any]) -> Any:
+    return content.get("model_state_dict", content)
 
 
 def config_of(file: Path, exp: str | None, tensors: Mapping[str, torch.Tensor]) -> ModelConfig:
@@ -119,23 +142,12 @@ def config_of(file: Path, exp: str | None, tensors: Mapping[str, torch.Tensor]) 
     config = config_beside(file, exp)
     names = {weight.path: weight.name for weight in named_weights(config, "corenet")}
     table = tensors.get(names["embedding",])
-    return config if table is None else dataclasses.replace(config, vocab_size=len(table))
+    if table is None or table.ndim == 0 or len(table) == 0:
+        return config  # the tensors are refused by their shapes
+    return dataclasses.replace(config, vocab_size=len(table))
 
 
-def reader(
-    config: ModelConfig, tensors: Mapping[str, torch.Tensor], where: str
-) -> Callable[[ParamPath], np.ndarray]:
-    """Return what reads a tensor by the path of our parameter, of the tensors of one model.
-
-    Raises UserError, beginning with `where`, as `from_reference` does.
-    """
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    return from_reference(
-        config, shapes, lambda name: _array(tensors[name], name, where), where, "corenet"
-    )
-
-
-def _array(tensor: torch.Tensor, name: str, where: str) -> np.ndarray:
+def as_array(tensor: torch.Tensor, name: str, where: str) -> np.ndarray:
     """Return the same memory for NumPy, which torch gives no bfloat16."""
     torch = _torch()
     tensor = tensor.detach()

@@ -15,8 +15,14 @@ import numpy as np
 
 from openelm_jax.config import ModelConfig
 from openelm_jax.errors import UserError
-from openelm_jax.weights.corenet import config_of, load_file, reader, state_dict
-from openelm_jax.weights.names import Params, named_weights, put, reference_shapes
+from openelm_jax.weights.corenet import as_array, config_of, load_file, require_tensors, state_dict
+from openelm_jax.weights.names import (
+    Params,
+    from_reference,
+    named_weights,
+    put,
+    reference_shapes,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -55,7 +61,7 @@ def open_corenet_training(file: Path, exp: str | None = None) -> StoredTraining:
     tensors = state_dict(checkpoint, file)
     config = config_of(file, exp, tensors)
     states = _states(checkpoint["optim_state_dict"], config, str(file))
-    counts = {int(state["step"]) for state in states.values()}
+    counts = {_whole(state["step"], f"{file}: an optimiser's step") for state in states.values()}
     if len(counts) > 1:
         raise UserError(
             f"{file}: some parameters have had {min(counts):,} updates and others "
@@ -66,38 +72,67 @@ def open_corenet_training(file: Path, exp: str | None = None) -> StoredTraining:
         params=_tree(config, tensors, str(file)),
         first_moment=_tree(config, moments[0], f"{file}, {FIRST}"),
         second_moment=_tree(config, moments[1], f"{file}, {SECOND}"),
-        step=int(checkpoint["iterations"]),
+        step=_whole(checkpoint["iterations"], f"{file}: iterations"),
         updates=counts.pop(),
     )
 
 
+def _whole(value: Any, where: str) -> int:
+    """Return a number from 0 of a checkpoint, where it may be a tensor."""
+    try:
+        number = int(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        number = -1
+    if number < 0:
+        raise UserError(f"{where} is {str(value)[:40]!r}, not a number from 0; {WEIGHTS_ALONE}")
+    return number
+
+
 def _tree(config: ModelConfig, tensors: Mapping[str, torch.Tensor], where: str) -> Params:
-    read = reader(config, tensors, where)
+    require_tensors(tensors, where)
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    read = from_reference(
+        config, shapes, lambda name: as_array(tensors[name], name, where), where, "corenet"
+    )
     tree: Params = {}
     for weight in named_weights(config):
         put(tree, weight.path, np.asarray(read(weight.path), dtype=np.float32))
     return tree
 
 
-def _states(
-    optimizer: dict[str, Any], config: ModelConfig, where: str
-) -> dict[str, dict[str, torch.Tensor]]:
+def _states(optimizer: Any, config: ModelConfig, where: str) -> dict[str, dict[str, Any]]:
     """Return the state of each parameter by CoreNet's name for it."""
-    groups, states = optimizer["param_groups"], optimizer["state"]
+    groups, states = _groups_and_states(optimizer, where)
     if any(group.get("amsgrad") for group in groups):
         raise UserError(f"{where}: its AdamW ran with amsgrad, which ours has not; {WEIGHTS_ALONE}")
     keys = [key for group in groups for key in group["params"]]
     names = keys
     if not all(isinstance(key, str) for key in keys):
         names = _order(config, [len(group["params"]) for group in groups], where)
-    by_name = {name: states.get(key, {}) for key, name in zip(keys, names, strict=True)}
-    for name, state in by_name.items():
-        if not {FIRST, SECOND, "step"} <= state.keys():
+    by_name: dict[str, Any] = {name: states.get(key) for key, name in zip(keys, names, strict=True)}
+    for name in reference_shapes(config, "corenet").keys() | by_name.keys():
+        state = by_name.get(name)
+        if not isinstance(state, dict) or not {FIRST, SECOND, "step"} <= state.keys():
             raise UserError(
                 f"{where}: its optimiser has no moments of {name}, as AdamW would have; "
                 f"{WEIGHTS_ALONE}"
             )
     return by_name
+
+
+def _groups_and_states(optimizer: Any, where: str) -> tuple[list[dict[str, Any]], dict[Any, Any]]:
+    """Return the two parts of a PyTorch optimiser's state dict; UserError if it is none."""
+    match optimizer:
+        case {"param_groups": [*groups], "state": dict(states)} if all(
+            isinstance(group, dict)
+            and isinstance(group.get("params"), list)
+            and all(isinstance(key, str | int) for key in group["params"])
+            for group in groups
+        ):
+            return groups, states
+    raise UserError(
+        f"{where}: its optim_state_dict is no state of a PyTorch optimiser; {WEIGHTS_ALONE}"
+    )
 
 
 def _order(config: ModelConfig, sizes: list[int], where: str) -> list[str]:

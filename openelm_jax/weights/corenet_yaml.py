@@ -105,7 +105,8 @@ def _config_in(path: Path) -> ModelConfig | None:
     block = _inside(blocks, "model", "language_modeling", "general_gpt")
     if not isinstance(block, dict):
         return None
-    if (name := block.get("model_name")) not in MODELS:
+    name = block.get("model_name")
+    if not isinstance(name, str) or name not in MODELS:
         raise UserError(
             f"{path}: model_name is {name!r}; known are {', '.join(MODELS)}: correct it, or take "
             "the file away and name the experiment with --exp."
