@@ -41,12 +41,14 @@ def main(argv: list[str]) -> None:
     with ExitStack() as opened:
         models = [opened.enter_context(open_weights(f"{directory}@{step}")) for step in steps]
         source = f"{directory}, the mean of steps {', '.join(map(str, steps))}"
-        mean = dataclasses.replace(average(models), source=source)
         # What was measured at one of the steps does not hold for the mean.
-        summary = dataclasses.replace(summarize_run(directory, max(steps)), validation=None)
+        record = dataclasses.replace(
+            summarize_run(directory, max(steps)), validation=None, averaged=tuple(steps)
+        )
+        mean = dataclasses.replace(average(models), source=source, record=record)
         with new_directory(out) as partial:
             write_weights_directory(partial, mean)
-            write_model_card(partial, mean, target="orbax", written_as="as stored", run=summary)
+            write_model_card(partial, mean, target="orbax", written_as="as stored")
     print(f"{source}, written to {out}", file=sys.stderr)
 
 
@@ -84,6 +86,8 @@ def _steps(text: str) -> list[int]:
 
 
 def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text} is no number of steps")
     count = int(text)
     if count < 2:
         raise argparse.ArgumentTypeError("a mean needs two steps or more")

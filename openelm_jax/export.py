@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -46,17 +47,13 @@ def main(argv: list[str]) -> None:
             _refuse_what_mlx_lm_lacks(stored)
         for line in _warnings(arguments.to, stored):
             _say(f"warning: {line}")
+        if stored.saved is not None:
+            stored = dataclasses.replace(stored, record=summarize_run(*stored.saved))
         if arguments.to in ("hf", "mlx", "gguf"):  # the others keep the rows of training
             stored = cut_to_tokenizer(stored)
         with new_directory(out) as partial:
             written_as = _write(partial, stored, arguments)
-            write_model_card(
-                partial,
-                stored,
-                target=arguments.to,
-                written_as=written_as,
-                run=summarize_run(*stored.saved) if stored.saved else None,
-            )
+            write_model_card(partial, stored, target=arguments.to, written_as=written_as)
         _say(f"{stored.source} written to {out} ({arguments.to}, {written_as})")
         if arguments.compare_on:
             _compare(stored, out, Path(arguments.compare_on))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 from corpora import documents, tokenizer, write_shards
+from saved_params import saved_params
 
 from openelm_jax.config import (
     CheckpointConfig,
@@ -22,7 +23,7 @@ from openelm_jax.config import (
     TokenizerConfig,
     TrainingConfig,
 )
-from openelm_jax.weights.orbax import load_params, step_directory
+from openelm_jax.weights.orbax import step_directory
 
 EXPERIMENT_FILE = '''"""A two-layer model, for the tests."""
 
@@ -124,7 +125,7 @@ def params_of(run: Path, step: int) -> dict[str, np.ndarray]:
             else:
                 yield prefix + name, leaf
 
-    return dict(flatten(load_params(step_directory(run, step))))
+    return dict(flatten(saved_params(step_directory(run, step))))
 
 
 def assert_equal_bits(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:

@@ -9,6 +9,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from saved_params import saved_params
 from small_models import random_params, tiny
 
 from openelm_jax import average, export
@@ -25,7 +26,6 @@ from openelm_jax.tokenizer import train_tokenizer
 from openelm_jax.training.checkpoint import Checkpointer
 from openelm_jax.weights import averaging
 from openelm_jax.weights.load import open_weights
-from openelm_jax.weights.orbax import load_params
 from openelm_jax.weights.stored import in_memory, read_params
 
 MODEL = ModelConfig(
@@ -85,7 +85,7 @@ def exact_mean(arrays: list[np.ndarray]) -> np.ndarray:
 
 def averaged(run: Path, out: Path, *flags: str) -> dict:
     average.main(["--run", str(run), "--out", str(out), *flags])
-    return load_params(out)
+    return saved_params(out)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,12 @@ def test_the_mean_is_a_source_like_any_other(run, tmp_path, tokenizer):
         assert stored.config.vocab_size == 300
     card = (tmp_path / "mean" / "README.md").read_text()
     assert "small, the mean of steps 20, 30" in card
-    assert "30 of 30 updates" in card
+    for directory in ("mean", "hf"):
+        card = (tmp_path / directory / "README.md").read_text()
+        assert card.splitlines().count("# small") == 1
+        assert "30 of 30 updates" in card
+        assert "the mean of the weights after 20, 30 updates" in card
+        assert "No loss on held-out text is recorded" in card
 
 
 # --- refusals ----------------------------------------------------------------------------------
@@ -176,6 +181,7 @@ def test_steps_that_are_not_there_are_refused_by_those_that_are(run, tmp_path, f
         ("--steps 10", "two steps or more"),
         ("--steps ten,20", "ten,20 is no list of steps"),
         ("--last 1", "two steps or more"),
+        ("--last five", "argument --last: five is no number of steps"),
         ("--last 2 --steps 10,20", "not allowed with"),
         ("", "one of the arguments --last --steps is required"),
     ],

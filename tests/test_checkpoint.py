@@ -16,11 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from saved_params import saved_params
 
 from openelm_jax.config import CheckpointConfig
 from openelm_jax.errors import UserError
 from openelm_jax.training.checkpoint import Checkpointer
-from openelm_jax.weights.orbax import latest_step, load_params, step_directory
+from openelm_jax.weights.orbax import latest_step, step_directory
 
 KEEP_NONE = CheckpointConfig(every=1, keep_every=None)
 
@@ -193,7 +194,7 @@ def test_three_full_states_stay_and_parameters_of_every_fourth_step(tmp_path: Pa
         "000011",
     ]
     # The older ones are still whole as far as they go, and an optimiser deleted is no damage.
-    assert_equal_bits(load_params(step_directory(tmp_path, 4)), make_state(4)[0])
+    assert_equal_bits(saved_params(step_directory(tmp_path, 4)), make_state(4)[0])
     for step in (9, 10, 11):
         (step_directory(tmp_path, step) / "checksums.json").unlink()
     with pytest.raises(UserError, match="no step can be continued from"):
@@ -201,14 +202,14 @@ def test_three_full_states_stay_and_parameters_of_every_fourth_step(tmp_path: Pa
 
 
 def test_parameters_load_as_numpy_and_only_when_whole(run: Path) -> None:
-    params = load_params(step_directory(run, latest_step(run)))
+    params = saved_params(step_directory(run, latest_step(run)))
     assert isinstance(params["layers_0"]["norm"]["scale"], np.ndarray)
     assert_equal_bits(params, make_state(2)[0])
     shutil.rmtree(step_directory(run, 2) / "optimizer")
-    assert_equal_bits(load_params(step_directory(run, 2)), params)
+    assert_equal_bits(saved_params(step_directory(run, 2)), params)
     (step_directory(run, 2) / "params" / "manifest.ocdbt").write_bytes(b"x")
     with pytest.raises(UserError, match=r"params/manifest.ocdbt is damaged"):
-        load_params(step_directory(run, 2))
+        saved_params(step_directory(run, 2))
 
 
 def run_script(script: str, *arguments: str, prefix: tuple[str, ...] = (), **environment: str):

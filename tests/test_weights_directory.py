@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import jax
 import ml_dtypes
@@ -128,7 +129,12 @@ def run(tmp_path, tokenizer):
     checkpointer.save(20, params=params, optimizer={"step": np.array(20)}, data={})
     checkpointer.close()
     figures = {"step": 20, "validation/loss": 3.25, "validation/bits_per_byte": 1.125}
-    (directory / "metrics.jsonl").write_text(json.dumps(figures) + "\n")
+    lines = [
+        '{"step": 20, "validation/loss": 3.2',  # the machine failed in the middle of a line
+        '{"step": 20, "validation/loss": 3.25}',
+        json.dumps(figures),
+    ]
+    (directory / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     return directory
 
 
@@ -141,9 +147,38 @@ def test_the_card_says_what_the_weights_are_and_how_they_were_trained(run, tmp_p
     assert "| 1 | 4 | 1 | 256 |" in card  # layer, heads, feed-forward
     assert "20 of 400 updates" in card
     assert "| at step 20 | 3.2500 | 1.1250 |" in card
-    assert "not known (data position" in card  # the test's run has no record of its data
+    assert "\n- not recorded for this step\n" in card  # the test's run has no data
     assert "whoever publishes these weights states it" in card
     assert f"{run}@20 written to" in capsys.readouterr().err
+
+
+def test_the_record_of_a_run_goes_through_our_own_directory(run, tmp_path):
+    export.main(f"--from {run} --to orbax --out {tmp_path}/ours".split())
+    export.main(f"--from {run} --to hf --out {tmp_path}/at_once".split())
+    export.main(f"--from {tmp_path}/ours --to hf --out {tmp_path}/later".split())
+
+    at_once, later = ((tmp_path / name / "README.md").read_text() for name in ("at_once", "later"))
+    assert later == at_once.replace(f"{run}@20", f"{tmp_path}/ours")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is no JSON"),
+        ("{}", "is damaged; restore it, or delete it to go on"),
+        ('{"experiment": {}, "step": 1, "data": [], "validation": null}', "name is missing"),
+        ('{"validation": [1, 2, 3]}', "is damaged"),
+    ],
+)
+def test_a_damaged_record_of_a_run_is_named(tmp_path, content, message):
+    write_weights_directory(tmp_path, in_memory(tiny(), random_params(tiny())))
+    (tmp_path / "run.json").write_text(content)
+
+    with pytest.raises(UserError, match=rf"run\.json.*{message}"):
+        load_weights(tmp_path)
+
+    (tmp_path / "run.json").unlink()
+    assert load_weights(tmp_path).config == tiny()
 
 
 def test_weights_without_a_run_say_so(tmp_path):
@@ -210,11 +245,39 @@ def test_the_hubs_cache_is_a_source(hub, revision):
     assert bits(weights.params) == bits(random_params(tiny()))
 
 
+def test_what_is_exported_from_the_hub_has_its_name_there(hub, tmp_path, capsys):
+    """And not that of its directory in the user's cache."""
+    where = "hf://apple/OpenELM-270M@main"
+    export.main(f"--from {where} --to hf --out {tmp_path}/out".split())
+
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "\n# OpenELM-270M\n" in card
+    assert f"from `{where}`" in card
+    assert str(tmp_path) not in card
+    assert f"{where} written to" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("hf://me/openelm-x@refs/pr/1", "openelm-x"),
+        ("runs/tiny@500", "tiny@500"),
+        ("runs/tiny, the mean of steps 1, 2", "tiny, the mean of steps 1, 2"),
+        ("there/..", Path.cwd().name),
+    ],
+)
+def test_the_name_of_weights_is_the_last_part_of_where_they_are(source, name):
+    assert in_memory(tiny(), {}, source=source).name == name
+
+
 @pytest.mark.parametrize(
     ("where", "message"),
     [
         ("hf://apple/OpenELM-9B", "hf://apple/OpenELM-9B: the Hub does not give it"),
         ("hf://apple", "the Hub's names are hf://OWNER/NAME"),
+        ("hf://me/-x", "me/-x is no name that the Hub allows"),
+        ("hf://me--x/a..b", "is no name that the Hub allows"),
+        ("hf://me/x.git", "is no name that the Hub allows"),
     ],
 )
 def test_what_the_hub_does_not_have_is_one_sentence(hub, where, message):

@@ -91,3 +91,26 @@ def test_a_damaged_experiment_is_named_with_its_file(tmp_path):
         load_weights(tmp_path)
 
     assert str(refusal.value).startswith(f"{file} is no JSON (")
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ("nowhere", "there is no .*nowhere; accepted are"),
+        ("empty", "no weights are recognised in .*empty"),
+        ("model/model.safetensors", "which model it is: give its directory, with its config.json"),
+        ("two", "two holds a.gguf, b.gguf: give one of these files"),
+        ("two@5", "two is no run directory and has no steps: leave @5 out"),
+        ("two/a.gguf@5", "a.gguf is no run directory and has no steps: leave @5 out"),
+        ("lost", "lost is a run whose experiment.json is lost: restore it"),
+        ("lost@20", "lost is a run whose experiment.json is lost: restore it"),
+    ],
+)
+def test_what_is_no_source_is_refused_with_what_to_do(tmp_path, where, message):
+    (tmp_path / "lost" / "checkpoints" / "000020").mkdir(parents=True)
+    for file in ("empty/notes", "model/model.safetensors", "two/a.gguf", "two/b.gguf"):
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).touch()
+
+    with pytest.raises(UserError, match=f"--from .*{where}: .*{message}"):
+        load_weights(tmp_path / where)

@@ -41,7 +41,7 @@ def read_start(where: str, experiment: Experiment, exp: str, say: Callable[[str]
             say(f"{where}: {rows - given:,} rows added to its vocabulary of {given:,}")
         resized = resize_vocabulary(stored, rows)
         weights = Weights(resized.config, read_params(resized), resized.tokenizer, resized.source)
-        start = _with_moments(weights, Path(stored.source), exp)
+        start = _with_moments(weights, stored.file, exp)
     if start.step >= (steps := experiment.training.steps):
         raise UserError(
             f"--from {where} has had {start.step:,} updates and training.steps is {steps:,}, "
@@ -50,8 +50,8 @@ def read_start(where: str, experiment: Experiment, exp: str, say: Callable[[str]
     return start
 
 
-def _with_moments(weights: Weights, file: Path, exp: str) -> Start:
-    if file.suffix != ".pt" or not file.is_file():
+def _with_moments(weights: Weights, file: Path | None, exp: str) -> Start:
+    if file is None or file.suffix != ".pt":
         return Start(weights=weights)
     from openelm_jax.weights.corenet_training import is_training_checkpoint, open_corenet_training
 

@@ -35,7 +35,7 @@ def average(models: Sequence[StoredWeights]) -> StoredWeights:
         total /= len(models)
         return total.astype(example.dtype)
 
-    return dataclasses.replace(last, read=read, saved=None)
+    return dataclasses.replace(last, read=read, saved=None, record=None)
 
 
 def _kind(array: np.ndarray) -> str:

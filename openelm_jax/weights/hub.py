@@ -33,6 +33,8 @@ def fetch(where: str) -> Path:
         return Path(
             huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=FILES)
         )
+    except errors.HFValidationError:
+        raise UserError(f"{where}: {name} is no name that the Hub allows; correct it.") from None
     except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError, OSError) as fault:
         first_line = str(fault).strip().partition("\n")[0]
         raise UserError(

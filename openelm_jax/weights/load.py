@@ -11,10 +11,11 @@ from pathlib import Path
 from openelm_jax.config import ModelConfig
 from openelm_jax.errors import UserError
 from openelm_jax.experiment_file import from_json
-from openelm_jax.tokenizer import Tokenizer, load_tokenizer
+from openelm_jax.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from openelm_jax.weights.huggingface import CONFIG, open_huggingface
 from openelm_jax.weights.names import Params
 from openelm_jax.weights.orbax import (
+    CHECKPOINTS,
     is_weights_directory,
     latest_step,
     open_params,
@@ -29,7 +30,7 @@ ACCEPTED = (
     "directory (config.json and safetensors), a .gguf file, CoreNet's .pt with its .yaml beside it "
     "or --exp, or hf://OWNER/NAME[@REVISION]"
 )
-TOKENIZER = "tokenizer.model"
+EXPERIMENT = "experiment.json"
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +64,9 @@ def open_weights(
     """
     path = _local(str(where))
     with _open(path, str(where), exp) as stored:
-        beside = _directory_of(path) / TOKENIZER
+        if path != str(where):  # the Hub's cache, whose directories have other names
+            stored = dataclasses.replace(stored, source=str(where))
+        beside = _directory_of(path) / TOKENIZER_FILE
         if tokenizer or (stored.tokenizer is None and beside.is_file()):
             given = Path(tokenizer) if tokenizer else beside
             read = load_tokenizer(given, model_vocab_size=stored.config.vocab_size)
@@ -88,14 +91,16 @@ def _directory_of(where: str) -> Path:
 @contextmanager
 def _open(where: str, asked: str, exp: str | None) -> Iterator[StoredWeights]:
     path, step = split_step(where)
-    if (path / "experiment.json").is_file():
+    if (path / EXPERIMENT).is_file():
         yield _open_run(path, step)
         return
-    if step is None and is_weights_directory(path):
+    if step is not None:
+        raise _unrecognised(path, step, asked)
+    if is_weights_directory(path):
         with open_weights_directory(path) as stored:
             yield stored
         return
-    if step is None and (path / CONFIG).is_file():
+    if (path / CONFIG).is_file():
         with open_huggingface(path) as stored:
             yield stored
         return
@@ -112,12 +117,27 @@ def _open(where: str, asked: str, exp: str | None) -> Iterator[StoredWeights]:
         with open_corenet(file, exp) as stored:
             yield stored
         return
-    fault = f"no weights are recognised in {path}" if path.exists() else f"there is no {path}"
-    raise UserError(f"--from {asked}: {fault}; accepted are {ACCEPTED}.")
+    raise _unrecognised(path, step, asked)
+
+
+def _unrecognised(path: Path, step: int | None, asked: str) -> UserError:
+    if not path.exists():
+        fault = f"there is no {path}"
+    elif (path / CHECKPOINTS).is_dir():
+        fault = f"{path} is a run whose {EXPERIMENT} is lost: restore it from a copy"
+    elif step is not None:
+        fault = f"{path} is no run directory and has no steps: leave @{step} out"
+    elif path.suffix == ".safetensors":
+        fault = f"{path} does not say which model it is: give its directory, with its {CONFIG}"
+    elif len(files := _foreign_files(path)) > 1:
+        fault = f"{path} holds {', '.join(file.name for file in files)}: give one of these files"
+    else:
+        fault = f"no weights are recognised in {path}"
+    return UserError(f"--from {asked}: {fault}; accepted are {ACCEPTED}.")
 
 
 def _open_run(run: Path, step: int | None) -> StoredWeights:
-    file = run / "experiment.json"
+    file = run / EXPERIMENT
     experiment = from_json(file.read_bytes(), str(file))
     step = choose_step(run, step)
     return StoredWeights(
@@ -132,8 +152,12 @@ def _only_file(path: Path) -> Path | None:
     """Return the file itself, or the one file of foreign weights that a directory holds."""
     if path.is_file():
         return path
-    files = [file for suffix in (".gguf", ".pt") for file in path.glob(f"*{suffix}")]
+    files = _foreign_files(path)
     return files[0] if len(files) == 1 else None
+
+
+def _foreign_files(directory: Path) -> list[Path]:
+    return [file for suffix in (".gguf", ".pt") for file in sorted(directory.glob(f"*{suffix}"))]
 
 
 def choose_step(run: Path, step: int | None) -> int:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-from openelm_jax.config import Experiment, ModelConfig
+from openelm_jax.config import ModelConfig
 from openelm_jax.model.scaling import layer_parameter_count, layer_shapes, parameter_count
+from openelm_jax.weights.run_record import RunRecord
 from openelm_jax.weights.stored import StoredWeights
 
 USE = {
@@ -22,36 +22,17 @@ USE = {
 LIBRARY = {"hf": "transformers", "mlx": "mlx", "gguf": "gguf"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunSummary:
-    """How the weights were trained."""
-
-    experiment: Experiment
-    step: int
-    data: tuple[str, ...]
-    """A line a source: what of it was read."""
-    validation: tuple[float, float] | None
-    """Nats a token and bits a byte of the held-out text, at this step."""
-
-
 def write_model_card(
-    directory: Path,
-    stored: StoredWeights,
-    *,
-    target: str,
-    written_as: str,
-    run: RunSummary | None = None,
+    directory: Path, stored: StoredWeights, *, target: str, written_as: str
 ) -> None:
     """Write the card of weights that were written for `target`, stored as `written_as` says."""
-    lines = _lines(stored, target, written_as, run)
+    lines = _lines(stored, target, written_as)
     (directory / "README.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def _lines(
-    stored: StoredWeights, target: str, written_as: str, run: RunSummary | None
-) -> Iterator[str]:
-    config = stored.config
-    name = run.experiment.name if run else Path(stored.source).name
+def _lines(stored: StoredWeights, target: str, written_as: str) -> Iterator[str]:
+    config, record = stored.config, stored.record
+    name = record.experiment.name if record else stored.name
     yield "---"
     if target in LIBRARY:
         yield f"library_name: {LIBRARY[target]}"
@@ -65,7 +46,7 @@ def _lines(
         "",
     )
     yield from _sizes(config, written_as)
-    yield from _training(run)
+    yield from _training(record)
     yield from _limits()
 
 
@@ -94,31 +75,34 @@ def _sizes(config: ModelConfig, written_as: str) -> Iterator[str]:
     yield ""
 
 
-def _training(run: RunSummary | None) -> Iterator[str]:
+def _training(record: RunRecord | None) -> Iterator[str]:
     yield from ("## Training", "")
-    if run is None:
+    if record is None:
         yield from ("These weights came without the record of a run: see where they are from.", "")
         return
-    experiment, training = run.experiment, run.experiment.training
+    experiment, training = record.experiment, record.experiment.training
     optimizer = experiment.optimizer
-    tokens = run.step * training.global_batch_size * experiment.model.context_length
+    tokens = record.step * training.global_batch_size * experiment.model.context_length
     yield (
-        f"{run.step:,} of {training.steps:,} updates with {training.global_batch_size:,} rows of "
-        f"{experiment.model.context_length:,} tokens each, {tokens:,} tokens in all, "
+        f"{record.step:,} of {training.steps:,} updates with {training.global_batch_size:,} rows "
+        f"of {experiment.model.context_length:,} tokens each, {tokens:,} tokens in all, "
         f"computed in {training.dtype}. AdamW (b1 {optimizer.b1}, b2 {optimizer.b2}, weight decay "
         f"{optimizer.weight_decay}), gradients clipped at {optimizer.clip_norm}, a learning "
         f"rate of {optimizer.peak_lr} after {optimizer.warmup_steps:,} updates, then a cosine; "
         f"z-loss {training.z_loss}; seed {training.seed}."
     )
-    yield from ("", "What was read:", "", *(f"- {line}" for line in run.data), "")
+    if record.averaged:
+        steps = ", ".join(f"{step:,}" for step in record.averaged)
+        yield from ("", f"These are the mean of the weights after {steps} updates.")
+    yield from ("", "What was read:", "", *(f"- {line}" for line in record.data), "")
     yield from ("## Evaluation", "")
-    if run.validation is None:
+    if record.validation is None:
         yield "No loss on held-out text is recorded for these weights."
     else:
-        nats, bits = run.validation
+        nats, bits = record.validation
         yield "| held-out text | nats a token | bits a byte |"
         yield "| --- | --- | --- |"
-        yield f"| at step {run.step:,} | {nats:.4f} | {bits:.4f} |"
+        yield f"| at step {record.step:,} | {nats:.4f} | {bits:.4f} |"
     yield ""
 
 

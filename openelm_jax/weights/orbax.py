@@ -20,16 +20,18 @@ import tensorstore
 from orbax.checkpoint.path import atomicity
 
 from openelm_jax.errors import UserError
+from openelm_jax.tokenizer import TOKENIZER_FILE
 from openelm_jax.weights.huggingface_config import config_from_fields, fields_of_config
 from openelm_jax.weights.json_files import read_json, write_json
-from openelm_jax.weights.names import ParamPath, Params, put
+from openelm_jax.weights.names import ParamPath
+from openelm_jax.weights.run_record import read_run_record, write_run_record
 from openelm_jax.weights.stored import StoredWeights, read_params
 
 CHECKPOINTS = "checkpoints"
 CHECKSUMS = "checksums.json"
 TEMPORARY = ".orbax-checkpoint-tmp"
 STEP_DIGITS = 6
-CONFIG, TOKENIZER = "config.json", "tokenizer.model"
+CONFIG = "config.json"
 
 
 class ChecksummedPath(atomicity.AtomicRenameTemporaryPath):
@@ -99,20 +101,6 @@ def open_params(directory: str | Path, item: str = "params") -> Callable[[ParamP
     return read
 
 
-def load_params(directory: str | Path) -> Params:
-    """Return the parameters of a step directory as nested dicts of NumPy arrays, verified.
-
-    Raises UserError naming the damaged file.
-    """
-    read = open_params(directory)
-    metadata = json.loads((Path(directory) / "params" / "_METADATA").read_text(encoding="utf-8"))
-    params: Params = {}
-    for leaf in metadata["tree_metadata"].values():
-        path = tuple(key["key"] for key in leaf["key_metadata"])
-        put(params, path, read(path))
-    return params
-
-
 def is_weights_directory(directory: Path) -> bool:
     """Whether `write_weights_directory` made it, or was about to."""
     return (directory / CONFIG).is_file() and (directory / "params").is_dir()
@@ -122,19 +110,25 @@ def is_weights_directory(directory: Path) -> bool:
 def open_weights_directory(directory: Path) -> Iterator[StoredWeights]:
     """Give the model in a directory that `write_weights_directory` made."""
     config = config_from_fields(read_json(directory / CONFIG), str(directory / CONFIG))
-    yield StoredWeights(config=config, read=open_params(directory), source=str(directory))
+    yield StoredWeights(
+        config=config,
+        read=open_params(directory),
+        source=str(directory),
+        record=read_run_record(directory),
+    )
 
 
 def write_weights_directory(directory: Path, stored: StoredWeights) -> None:
     """Write config.json, the item `params` in its stored type, the tokenizer, and checksums.
 
+    The record of the run comes after them: it may be deleted, since it names the run's folders.
     Orbax holds back what it writes until all is there: twice the model's size of memory.
     """
     params = read_params(stored, dtype=None)
     dtype: Any = str(params["embedding"].dtype)
     write_json(directory / CONFIG, fields_of_config(stored.config, dtype))
     if stored.tokenizer is not None:
-        (directory / TOKENIZER).write_bytes(stored.tokenizer.model_bytes)
+        (directory / TOKENIZER_FILE).write_bytes(stored.tokenizer.model_bytes)
     handler = ocp.PyTreeCheckpointHandler(use_compression=False)  # which would hold a third
     try:
         handler.save(directory.absolute() / "params", args=ocp.args.PyTreeSave(params))
@@ -142,6 +136,8 @@ def write_weights_directory(directory: Path, stored: StoredWeights) -> None:
     finally:
         handler.close()
     write_checksums(directory)
+    if stored.record is not None:
+        write_run_record(directory, stored.record)
 
 
 def load_data_position(directory: str | Path) -> dict[str, Any]:
