@@ -392,7 +392,7 @@ def test_nothing_is_left_when_writing_fails(tmp_path, monkeypatch):
         raise OSError("No space left on device")
 
     monkeypatch.setattr(safetensors_files, "as_bytes", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(UserError, match="No space left"):
         write_huggingface(tmp_path / "export", tiny(), random_params(tiny()))
 
     assert list(tmp_path.iterdir()) == []
