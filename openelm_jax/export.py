@@ -12,6 +12,8 @@ from openelm_jax.command_line import command_parser, run
 from openelm_jax.errors import UserError
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from openelm_jax.weights.stored import StoredWeights
 
 EXAMPLES = """
@@ -51,12 +53,16 @@ def main(argv: list[str]) -> None:
             stored = dataclasses.replace(stored, record=summarize_run(*stored.saved))
         if arguments.to in ("hf", "mlx", "gguf"):  # the others keep the rows of training
             stored = cut_to_tokenizer(stored)
+        if arguments.compare_on:
+            from openelm_jax.generation.text_loss import text_tokens
+
+            tokens = text_tokens(stored, Path(arguments.compare_on))
         with new_directory(out) as partial:
             written_as = _write(partial, stored, arguments)
             write_model_card(partial, stored, target=arguments.to, written_as=written_as)
         _say(f"{stored.source} written to {out} ({arguments.to}, {written_as})")
         if arguments.compare_on:
-            _compare(stored, out, Path(arguments.compare_on))
+            _compare(stored, out, tokens, arguments.compare_on)
 
 
 def _write(directory: Path, stored: StoredWeights, arguments: argparse.Namespace) -> str:
@@ -124,14 +130,14 @@ def _warnings(target: str, stored: StoredWeights) -> list[str]:
     return lines
 
 
-def _compare(stored: StoredWeights, out: Path, text: Path) -> None:
+def _compare(stored: StoredWeights, out: Path, tokens: np.ndarray, text: str) -> None:
     """Say what a text costs before and after, in nats a token."""
     from openelm_jax.generation.text_loss import text_loss
     from openelm_jax.weights.load import open_weights
 
-    before = text_loss(stored, text)
+    before = text_loss(stored, tokens)
     with open_weights(out) as written:
-        after = text_loss(written, text)
+        after = text_loss(written, tokens)
     _say(
         f"{text}: {before:.4f} nats a token as given, {after:.4f} as written "
         f"({after - before:+.4f})"

@@ -19,7 +19,7 @@ from small_models import random_params, tiny
 from openelm_jax import export
 from openelm_jax.errors import UserError
 from openelm_jax.generation.language_model import language_model
-from openelm_jax.generation.text_loss import text_loss
+from openelm_jax.generation.text_loss import text_loss, text_tokens
 from openelm_jax.tokenizer import train_tokenizer
 from openelm_jax.weights.load import open_weights
 from openelm_jax.weights.mlx_quantized import Quantization, dequantize
@@ -151,7 +151,7 @@ def test_a_text_costs_us_what_it_costs_mlx_lm(tmp_path, bits):
     model.set_dtype(mx.float32)  # as we compute; scales and biases keep their bfloat16 values
     theirs, _ = eval_ppl(model, mx.array(rows))
     with open_weights(tmp_path / "mlx") as stored:
-        ours = math.exp(text_loss(stored, tmp_path / "text.txt"))
+        ours = math.exp(text_loss(stored, text_tokens(stored, tmp_path / "text.txt")))
 
     assert len(rows) > 4
     assert ours == pytest.approx(theirs, rel=1e-5)

@@ -22,6 +22,8 @@ from openelm_jax.config import (
 )
 from openelm_jax.errors import UserError
 from openelm_jax.experiment_file import to_json
+from openelm_jax.generation.text_loss import text_loss
+from openelm_jax.model.decoder import Decoder
 from openelm_jax.model.scaling import parameter_count
 from openelm_jax.tokenizer import train_tokenizer
 from openelm_jax.training.checkpoint import Checkpointer
@@ -202,6 +204,47 @@ def test_the_loss_before_and_after_is_said_on_request(tmp_path, tokenizer, capsy
     )
 
     assert "as written (+0.0000)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "has_tokenizer", "message"),
+    [
+        (b"\xff\xfe\x00", True, r"text.txt: .*; give a text file in UTF-8"),
+        (b"", True, "text.txt holds no text"),
+        (b"the a and the i", False, "has no tokenizer to read"),
+    ],
+)
+def test_a_text_that_cannot_be_compared_on_is_refused_before_anything_is_written(
+    tmp_path, tokenizer, text, has_tokenizer, message
+):
+    config = tiny(vocab_size=300)
+    given = tokenizer if has_tokenizer else None
+    write_huggingface(tmp_path / "hf", config, random_params(config), tokenizer=given)
+    (tmp_path / "text.txt").write_bytes(text)
+
+    with pytest.raises(UserError, match=message):
+        export.main(
+            f"--from {tmp_path}/hf --to hf --out {tmp_path}/out "
+            f"--compare-on {tmp_path}/text.txt".split()
+        )
+
+    assert not (tmp_path / "out").exists()
+
+
+def test_losses_in_float32_are_that_on_every_device(monkeypatch):
+    """On GPUs and TPUs float32 products are rounded unless they are asked not to be."""
+    precisions = []
+    apply = Decoder.apply
+
+    def spy(*arguments, **named):
+        precisions.append(jax.config.jax_default_matmul_precision)
+        return apply(*arguments, **named)
+
+    monkeypatch.setattr(Decoder, "apply", spy)
+    loss = text_loss(in_memory(tiny(), random_params(tiny())), np.arange(9, dtype=np.int32))
+
+    assert precisions == ["highest"]
+    assert 0 < loss < 100
 
 
 @pytest.mark.parametrize(
