@@ -25,6 +25,7 @@ CODE = Path(__file__).parent / "remote_code"
 FILES = ("configuration_openelm.py", "modeling_openelm.py")
 AUTO_MAP = {
     "AutoConfig": "configuration_openelm.OpenELMConfig",
+    "AutoModel": "modeling_openelm.OpenELMModel",
     "AutoModelForCausalLM": "modeling_openelm.OpenELMForCausalLM",
 }
 

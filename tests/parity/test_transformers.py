@@ -14,6 +14,7 @@ from small_models import random_params, tiny
 from openelm_jax import export
 from openelm_jax.generation import engine
 from openelm_jax.generation.sampling import Sampling
+from openelm_jax.generation.speculative import PromptLookup
 from openelm_jax.model.decoder import Decoder
 from openelm_jax.model.scaling import layer_shapes
 from openelm_jax.weights.huggingface_config import fields_of_config
@@ -107,6 +108,24 @@ def test_greedy_continuations_are_ours(model, ours_greedy, options):
     assert len(set(theirs)) > 1
 
 
+@pytest.mark.parametrize("penalty", [1.0, 1.3])
+def test_looking_up_proposals_and_penalising_repetition_are_ours_too(model, params, penalty):
+    theirs = theirs_greedy(
+        model, [PROMPT], 64, prompt_lookup_num_tokens=10, repetition_penalty=penalty
+    )
+    (ours,) = engine.generate(
+        CONFIG,
+        params,
+        [PROMPT],
+        max_tokens=64,
+        eos_id=-1,
+        sampling=Sampling(repetition_penalty=penalty),
+        dtype="float32",
+        speculation=PromptLookup(10),
+    )
+    assert theirs[0, len(PROMPT) :].tolist() == list(ours.tokens)
+
+
 @pytest.mark.parametrize("options", [{}, {"cache_implementation": "static"}], ids=str)
 def test_a_row_padded_on_the_left_goes_on_as_it_does_alone(model, options):
     short = PROMPT[:5]
@@ -171,6 +190,38 @@ def test_it_loads_in_bfloat16_and_counts_the_head_once(exported):
     assert model.lm_head.weight is model.transformer.token_embeddings.weight
     assert model.config.num_hidden_layers == CONFIG.num_layers
     assert model.config.hidden_size == CONFIG.model_dim
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_automodel_is_the_model_without_its_head(tmp_path, tied):
+    config = tiny(tie_embeddings=tied)
+    write_huggingface(tmp_path / "hf", config, random_params(config))
+    write_code(tmp_path / "hf")
+    tokens = torch.tensor([PROMPT[:4]]) % config.vocab_size
+
+    whole, options = load(tmp_path / "hf"), {"trust_remote_code": True}
+    inner = transformers.AutoModel.from_pretrained(tmp_path / "hf", **options).eval()
+
+    with torch.no_grad():
+        hidden = inner(tokens).last_hidden_state
+        assert torch.equal(whole.lm_head(hidden), whole(tokens).logits)
+
+
+def test_tuples_and_hidden_states_come_by_argument_and_by_configuration(exported, model):
+    tokens = torch.tensor([PROMPT])
+    configured = load(exported, return_dict=False, output_hidden_states=True)
+    with torch.no_grad():
+        named = model(tokens, labels=tokens, output_hidden_states=True, use_cache=False)
+        asked = model(
+            tokens, labels=tokens, output_hidden_states=True, use_cache=False, return_dict=False
+        )
+        unasked = configured(tokens, labels=tokens, use_cache=False)
+
+    assert len(named.hidden_states) == CONFIG.num_layers + 1
+    for loss, logits, hidden_states in (asked, unasked):
+        assert torch.equal(loss, named.loss)
+        assert torch.equal(logits, named.logits)
+        assert all(map(torch.equal, hidden_states, named.hidden_states))
 
 
 def test_what_transformers_saves_reads_back_bit_for_bit(model, params, tmp_path):

@@ -15,6 +15,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils import can_return_tuple
 
 from .configuration_openelm import OpenELMConfig
 
@@ -148,6 +149,7 @@ class OpenELMModel(OpenELMPreTrainedModel):
     def set_input_embeddings(self, value):
         self.token_embeddings = value
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
@@ -166,6 +168,8 @@ class OpenELMModel(OpenELMPreTrainedModel):
         cache = past_key_values if cache is None else cache
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
         if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
             use_cache = False  # a layer that is computed again would store its keys again
         if use_cache and cache is None:
@@ -216,6 +220,7 @@ class OpenELMForCausalLM(OpenELMPreTrainedModel, GenerationMixin):
     def set_output_embeddings(self, value):
         self.lm_head = value
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
@@ -238,6 +243,7 @@ class OpenELMForCausalLM(OpenELMPreTrainedModel, GenerationMixin):
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             output_hidden_states=output_hidden_states,
+            return_dict=True,
         )
         x_BTD = outputs.last_hidden_state
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
