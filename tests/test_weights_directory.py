@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 
 import jax
@@ -109,6 +110,23 @@ def test_bfloat16_comes_back_to_the_same_bits(tmp_path, tokenizer, to):
 
     read = load_weights(tmp_path / "there").params
     assert bits(read) == bits(jax.tree.map(lambda x: x.astype(np.float32), params))
+
+
+@pytest.mark.parametrize("to", ["hf", "gguf", "corenet", "orbax"])
+def test_a_disk_that_takes_no_more_is_one_sentence_and_leaves_nothing(tmp_path, tokenizer, to):
+    pytest.importorskip({"gguf": "gguf", "corenet": "torch"}.get(to, "numpy"))
+    config = tiny(vocab_size=300)
+    write_huggingface(tmp_path / "hf", config, random_params(config), tokenizer=tokenizer)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+        with pytest.raises(UserError, match=r"out was not written \("):
+            export.main(f"--from {tmp_path}/hf --to {to} --out {tmp_path}/out".split())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
 # --- the card ----------------------------------------------------------------------------------

@@ -78,7 +78,10 @@ def write_corenet(directory: Path, stored: StoredWeights, *, dtype: str | None =
         with np.errstate(over="ignore"):
             tensors[name] = _tensor(np.array(array, dtype=dtype or array.dtype, order="C"))
     write_yaml(directory / YAML, stored, _name(next(iter(tensors.values())).dtype))
-    torch.save(tensors, directory / WEIGHTS)
+    try:
+        torch.save(tensors, directory / WEIGHTS)
+    except RuntimeError as fault:  # of the archive inside, whose writer counts its bytes
+        raise OSError(f"not all of {WEIGHTS} could be written, as on a full disk") from fault
     if stored.tokenizer is not None:
         (directory / TOKENIZER_FILE).write_bytes(stored.tokenizer.model_bytes)
 

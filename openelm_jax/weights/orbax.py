@@ -133,6 +133,8 @@ def write_weights_directory(directory: Path, stored: StoredWeights) -> None:
     try:
         handler.save(directory.absolute() / "params", args=ocp.args.PyTreeSave(params))
         handler.finalize(directory.absolute() / "params")
+    except ValueError as fault:  # tensorstore's, for whatever the system refuses
+        raise OSError(str(fault)) from fault
     finally:
         handler.close()
     write_checksums(directory)
