@@ -272,8 +272,8 @@ def test_a_file_cut_short_is_named(written, kept):
             {"token_embeddings.weight": torch.tensor(1.0)},
             r"token_embeddings.weight is \[\], .* makes it \[32128, 128\]",
         ),
-        ({"model_state_dict": [1]}, "is no model's state dict, for it is no name of a tensor"),
-        ({"model_state_dict": torch.ones(1)}, "is no model's state dict, for it is no name"),
+        ({"model_state_dict": [1]}, "is no model's state dict, for it is a list"),
+        ({"model_state_dict": torch.ones(1)}, "is no model's state dict, for it is a Tensor"),
     ],
 )
 def test_what_is_not_the_model_is_named(written, change, message):
@@ -443,7 +443,7 @@ def updated_in_words(optimizer):
         (without_groups, "its optim_state_dict is no state of a PyTorch optimiser"),
         (without_states, "its optim_state_dict is no state of a PyTorch optimiser"),
         (with_a_group_of_no_list, "its optim_state_dict is no state of a PyTorch optimiser"),
-        (with_no_group, "its optimiser has no moments of "),
+        (with_no_group, "its optimiser has no moments of token_embeddings.weight"),
         (misshapen, r"exp_avg: token_embeddings\.weight is \[3, 4\], .* \[48, 128\]"),
         (with_a_number_for_moment, r"exp_avg is no model's .* token_embeddings\.weight is no tens"),
         (updated_less, "some parameters have had 4 updates and others 7"),

@@ -97,7 +97,7 @@ def test_a_damaged_experiment_is_named_with_its_file(tmp_path):
     ("where", "message"),
     [
         ("nowhere", "there is no .*nowhere; accepted are"),
-        ("empty", "no weights are recognised in .*empty"),
+        ("empty", "no weights are recognised in .*empty; accepted are"),
         ("model/model.safetensors", "which model it is: give its directory, with its config.json"),
         ("two", "two holds a.gguf, b.gguf: give one of these files"),
         ("two@5", "two is no run directory and has no steps: leave @5 out"),

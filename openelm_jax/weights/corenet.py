@@ -120,18 +120,19 @@ def state_dict(content: dict[str, Any], file: Path) -> dict[str, torch.Tensor]:
 def require_tensors(tensors: Any, where: str) -> None:
     """Raise UserError unless these are tensors by their names, each with values of its own."""
     torch = _torch()
-    given = tensors if isinstance(tensors, dict) else {"it": tensors}
-    for name, value in given.items():
-        if not (isinstance(tensors, dict) and isinstance(name, str)):
-            fault = f"{name} is no name of a tensor"
+    faults = []
+    if not isinstance(tensors, dict):
+        faults, tensors = [f"it is a {type(tensors).__name__}"], {}
+    for name, value in tensors.items():
+        if not isinstance(name, str):
+            faults.append(f"{name} is no name of a tensor")
         elif not isinstance(value, torch.Tensor):
-            fault = f"{name} is no tensor"
+            faults.append(f"{name} is no tensor")
         elif value.is_meta or value.layout != torch.strided:
-            fault = f"{name} is sparse or without values"
-        else:
-            continue
+            faults.append(f"{name} is sparse or without values")
+    if faults:
         raise UserError(
-            f"{where} is no model's state dict, for {fault}; give CoreNet's checkpoint_*.pt or "
+            f"{where} is no model's state dict, for {faults[0]}; give CoreNet's checkpoint_*.pt or "
             "training_checkpoint_*.pt."
         )
 

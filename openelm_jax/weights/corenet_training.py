@@ -110,7 +110,7 @@ def _states(optimizer: Any, config: ModelConfig, where: str) -> dict[str, dict[s
     if not all(isinstance(key, str) for key in keys):
         names = _order(config, [len(group["params"]) for group in groups], where)
     by_name: dict[str, Any] = {name: states.get(key) for key, name in zip(keys, names, strict=True)}
-    for name in reference_shapes(config, "corenet").keys() | by_name.keys():
+    for name in reference_shapes(config, "corenet") | by_name:
         state = by_name.get(name)
         if not isinstance(state, dict) or not {FIRST, SECOND, "step"} <= state.keys():
             raise UserError(

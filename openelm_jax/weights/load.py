@@ -122,7 +122,7 @@ def _open(where: str, asked: str, exp: str | None) -> Iterator[StoredWeights]:
 
 def _unrecognised(path: Path, step: int | None, asked: str) -> UserError:
     if not path.exists():
-        fault = f"there is no {path}"
+        fault = f"there is no {path}; accepted are {ACCEPTED}"
     elif (path / CHECKPOINTS).is_dir():
         fault = f"{path} is a run whose {EXPERIMENT} is lost: restore it from a copy"
     elif step is not None:
@@ -132,8 +132,8 @@ def _unrecognised(path: Path, step: int | None, asked: str) -> UserError:
     elif len(files := _foreign_files(path)) > 1:
         fault = f"{path} holds {', '.join(file.name for file in files)}: give one of these files"
     else:
-        fault = f"no weights are recognised in {path}"
-    return UserError(f"--from {asked}: {fault}; accepted are {ACCEPTED}.")
+        fault = f"no weights are recognised in {path}; accepted are {ACCEPTED}"
+    return UserError(f"--from {asked}: {fault}.")
 
 
 def _open_run(run: Path, step: int | None) -> StoredWeights:
