@@ -115,6 +115,20 @@ def test_tokens_come_by_their_text_only_when_asked_for(pairs):
         assert theirs.convert_tokens_to_ids("</s>") == theirs.eos_token_id == ours.eos_id
 
 
+def test_a_template_ends_texts_only_if_what_users_write_may_end_them_too(pairs, tmp_path):
+    """The two sides of split_special_tokens that docs/weights.md tells of."""
+    ours, theirs = pairs[1]
+    theirs.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "openelm"}')
+    saved = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    template = "{{ messages[0].content }}{{ eos_token }}"
+    chat = [{"role": "user", "content": "the </s> are"}]
+    for split, ends in ((True, 0), (False, 2)):
+        saved.split_special_tokens = split
+        ids = saved.apply_chat_template(chat, chat_template=template, return_dict=False)
+        assert list(ids).count(ours.eos_id) == ends
+
+
 def test_what_transformers_saves_makes_the_same_ids(pairs, tmp_path):
     ours, theirs = pairs[1]
     theirs.save_pretrained(tmp_path)

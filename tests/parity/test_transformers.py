@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 
+import corpora
 import jax
 import numpy as np
 import pytest
@@ -345,6 +346,19 @@ def test_peft_trains_and_merges_adapters_on_all_four_matrices(exported):
 
     assert losses[-1] < losses[0]
     assert (merged - unmerged).abs().max() < 1e-4
+
+
+def test_the_tokenizer_beside_the_code_needs_none_of_it(tmp_path):
+    """Without a word on the code transformers would ask, whatever it is for."""
+    tokenizer = corpora.tokenizer()
+    config = tiny(vocab_size=tokenizer.vocab_size)
+    write_huggingface(tmp_path / "hf", config, random_params(config), tokenizer=tokenizer)
+    write_code(tmp_path / "hf")
+
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf", trust_remote_code=False)
+
+    text = "the people  of 1790</s>"
+    assert theirs(text)["input_ids"] == [tokenizer.bos_id, *tokenizer.encode(text)]
 
 
 def test_without_the_code_nothing_asks_whether_to_run_it(tmp_path):
