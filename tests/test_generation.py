@@ -271,6 +271,38 @@ def test_tokens_are_drawn_with_the_probabilities_that_the_settings_leave(setting
 
 
 @pytest.mark.parametrize(
+    ("top_k", "top_p"), [(5, 1.0), (0, 0.01), (40, 0.3)], ids=["top_k", "top_p", "both"]
+)
+def test_of_a_wide_vocabulary_those_are_drawn_that_sorting_leaves(top_k, top_p):
+    logits_V = 0.5 * np.random.default_rng(0).normal(size=2000).astype(np.float32)
+    order = np.argsort(-logits_V)[: top_k or None]
+    shares = np.exp(logits_V[order].astype(np.float64))
+    shares /= shares.sum()
+    expected = order[np.cumsum(shares) - shares < top_p]
+    assert 5 <= len(expected) < 20
+    keys_B = jax.random.split(jax.random.key(0), 1000)
+
+    tokens_B = CHOOSE(
+        jnp.broadcast_to(logits_V, (1000, 2000)), keys_B, *map(jnp.asarray, (1.0, top_k, top_p))
+    )
+
+    assert set(np.asarray(tokens_B).tolist()) == set(expected.tolist())
+
+
+def test_models_that_think_alike_draw_alike_with_the_same_keys():
+    # All nearly as likely: the small differences give every token another rank.
+    noise_2BV = 1e-3 * jax.random.normal(jax.random.key(1), (2, 1000, 300))
+    keys_B = jax.random.split(jax.random.key(0), 1000)
+
+    ours, theirs = (
+        CHOOSE(logits_BV, keys_B, *map(jnp.asarray, (1.0, 0, 1.0))) for logits_BV in noise_2BV
+    )
+
+    assert (ours == theirs).mean() > 0.98
+    assert len(set(np.asarray(ours).tolist())) > 200
+
+
+@pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"temperature": -1.0}, "temperature is -1.0"),
