@@ -112,6 +112,7 @@ def test_bfloat16_comes_back_to_the_same_bits(tmp_path, tokenizer, to):
     assert bits(read) == bits(jax.tree.map(lambda x: x.astype(np.float32), params))
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # tensorstore's
 @pytest.mark.parametrize("to", ["hf", "gguf", "corenet", "orbax"])
 def test_a_disk_that_takes_no_more_is_one_sentence_and_leaves_nothing(tmp_path, tokenizer, to):
     pytest.importorskip({"gguf": "gguf", "corenet": "torch"}.get(to, "numpy"))
