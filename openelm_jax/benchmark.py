@@ -44,6 +44,7 @@ SUBJECTS = {
         "program, for the shapes of OpenELM 1.1B (113 norms) and OLMo 1.18B (33), by turns.",
         """
         python -m openelm_jax.benchmark norms
+        python -m openelm_jax.benchmark norms --dtype float32 --in-model 270m
         python -m openelm_jax.benchmark norms --backend jax --dtype float32,bfloat16 --json
         """,
     ),
@@ -129,15 +130,32 @@ def _measure_generation(arguments: argparse.Namespace) -> None:
 
 def _measure_norms(arguments: argparse.Namespace) -> None:
     from openelm_jax.benchmarks.norms import format_norms, measure_norms
-    from openelm_jax.benchmarks.report import commit, describe_machine
+    from openelm_jax.benchmarks.norms_in_model import (
+        ModelRow,
+        format_in_model,
+        measure_in_model,
+    )
+    from openelm_jax.benchmarks.report import Figure, commit, describe_machine
 
     machine = describe_machine(("jax", "jaxlib", "flax", "numpy", "torch"))
-    rows = measure_norms(arguments.backend, arguments.dtype, arguments.rounds, _say)
+    dtypes, rounds = arguments.dtype, arguments.rounds
+    rows = measure_norms(arguments.backend, dtypes, rounds, _say)
+    in_model: list[ModelRow] = []
+    figures: list[Figure] = []
+    if arguments.in_model is not None:
+        in_model, figures = measure_in_model(
+            arguments.in_model, dtypes, arguments.new_tokens, rounds, _say
+        )
     if arguments.json:
-        plain = [dataclasses.asdict(row) for row in rows]
-        print(json.dumps({"machine": machine, "commit": commit(), "rows": plain}))
+        plain = {
+            "rows": [dataclasses.asdict(row) for row in rows],
+            "in_model": [dataclasses.asdict(row) for row in in_model],
+            "figures": [dataclasses.asdict(figure) for figure in figures],
+        }
+        print(json.dumps({"machine": machine, "commit": commit(), **plain}))
     else:
-        print(format_norms(machine, commit(), rows))
+        below = format_in_model(in_model, figures) if in_model else []
+        print(format_norms(machine, commit(), rows, below))
 
 
 def _say(line: str) -> None:
@@ -232,16 +250,28 @@ def _add_generation_flags(parser: argparse.ArgumentParser) -> None:
         metavar="A,B",
         help="texts at a time (1); mlx has one at a time only",
     )
-    parser.add_argument(
-        "--new-tokens", type=int, default=1024, metavar="N", help="of each text (1024)"
-    )
+    _add_new_tokens(parser, 1024)
     _add_rounds(parser, 3)
 
 
 def _add_norms_flags(parser: argparse.ArgumentParser) -> None:
     _add_choice(parser, "--backend", NORM_BACKENDS)
     _add_choice(parser, "--dtype", DTYPES)
+    parser.add_argument(
+        "--in-model",
+        choices=GENERATION_SIZES,
+        metavar="SIZE",
+        help="generate in jax with this size too, with RMSNorm, with LayerNorm, and without norms: "
+        + ", ".join(GENERATION_SIZES),
+    )
+    _add_new_tokens(parser, 256)
     _add_rounds(parser, 5)
+
+
+def _add_new_tokens(parser: argparse.ArgumentParser, default: int) -> None:
+    parser.add_argument(
+        "--new-tokens", type=int, default=default, metavar="N", help=f"of each text ({default})"
+    )
 
 
 def _add_rounds(parser: argparse.ArgumentParser, default: int) -> None:

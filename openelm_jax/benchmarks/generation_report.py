@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -70,14 +70,20 @@ class Result:
 
     def rates(self) -> dict[str, list[float]]:
         """Return tokens a second of each turn: prompt, generation and both."""
-        batch, prompt, new = self.key.batch, self.prompt_tokens, self.new_tokens
-        return {
-            "prompt": [batch * prompt / turn.prompt_seconds for turn in self.turns],
-            "generation": [
-                batch * (new - 1) / (turn.seconds - turn.prompt_seconds) for turn in self.turns
-            ],
-            "total": [batch * (prompt + new) / turn.seconds for turn in self.turns],
-        }
+        return rates_of(self.turns, self.key.batch, self.prompt_tokens, self.new_tokens)
+
+
+def rates_of(
+    turns: Iterable[Turn], batch: int, prompt_tokens: int, new_tokens: int
+) -> dict[str, list[float]]:
+    """Return tokens a second of each turn: prompt, generation and both."""
+    rates: dict[str, list[float]] = {"prompt": [], "generation": [], "total": []}
+    for turn in turns:
+        rates["prompt"].append(batch * prompt_tokens / turn.prompt_seconds)
+        after_prompt = turn.seconds - turn.prompt_seconds
+        rates["generation"].append(batch * (new_tokens - 1) / after_prompt)
+        rates["total"].append(batch * (prompt_tokens + new_tokens) / turn.seconds)
+    return rates
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -42,6 +42,7 @@ KINDS = {
     "layer_norm_program": "LayerNorm, all in one program",
 }
 IN_TORCH = ("rms_norm_naive", "rms_norm_fused", "layer_norm")
+KINDS_OF = {"torch": IN_TORCH, "jax": tuple(KINDS)}
 SECONDS = 0.1
 """That a turn takes at least, after its warm-up."""
 RMS_EPS = 1e-6
@@ -115,9 +116,7 @@ def measure_norms(
             )
             for program in programs
         }
-        sides = [
-            (program, kind) for program in programs for kind in KINDS_OF.get(program, tuple(KINDS))
-        ]
+        sides = [(program, kind) for program in programs for kind in KINDS_OF[program]]
         for model in MODELS:
             for dtype in dtypes:
                 for tokens in TOKENS:
@@ -132,9 +131,6 @@ def measure_norms(
                         for program, kind in sides
                     ]
     return rows
-
-
-KINDS_OF = {"torch": IN_TORCH}
 
 
 def _row(
@@ -268,8 +264,13 @@ def random_inputs(shapes: list[Shape]) -> Iterator[np.ndarray]:
         yield random.standard_normal(shape, np.float32)
 
 
-def format_norms(machine: dict[str, str], commit: str | None, rows: list[NormRow]) -> str:
-    """Return the lines that people read."""
+def format_norms(
+    machine: dict[str, str],
+    commit: str | None,
+    rows: list[NormRow],
+    in_model: list[str],
+) -> str:
+    """Return the lines that people read, those of `in_model` among them."""
     heading = ["model", "program", "norm", "type", "tokens", "norms", "us a call", "us a token", ""]
     cells = [
         [
@@ -288,6 +289,7 @@ def format_norms(machine: dict[str, str], commit: str | None, rows: list[NormRow
         "",
         *format_table(heading, cells, left=4),
         "",
+        *in_model,
         *_paper(),
     ]
     return "\n".join(lines)
