@@ -50,15 +50,18 @@ SUBJECTS = {
     ),
     "accelerator": (
         "The published models on this machine's first GPU or TPU, in ten minutes: kernels against\n"
-        "the portable one, largest batch, speed, memory, compiling, saving. Writes one JSON file.",
+        "the portable one, decoding, norms, largest batch, speed, memory, compiling, saving.\n"
+        "Writes one JSON file.",
         """
         python -m openelm_jax.benchmark accelerator --out docs/results
+        python -m openelm_jax.benchmark accelerator --part decode,norms
         python -m openelm_jax.benchmark accelerator --sizes 3b --data.root DIR --tokenizer FILE
         """,
     ),
 }
 DATA_PARTS = ("encode", "workers", "restore", "memory", "mixture")
 TRAIN_PARTS = ("step", "loop")
+ACCELERATOR_PARTS = ("kernels", "decode", "norms", "train")
 DTYPES = ("float32", "bfloat16")
 BACKENDS = ("jax", "torch", "mlx")
 SIZES = ("270m", "450m", "1_1b", "3b")
@@ -171,6 +174,7 @@ def _measure_accelerator(arguments: argparse.Namespace) -> None:
         Path(arguments.out),
         root=arguments.root,
         tokenizer=arguments.tokenizer,
+        parts=arguments.part,
         minutes=arguments.minutes,
         steps=arguments.steps,
         flags=set_flags(),
@@ -293,6 +297,7 @@ def _add_accelerator_flags(parser: argparse.ArgumentParser) -> None:
     sizes = ",".join(SIZES)
     parser.add_argument("--out", default="docs/results", metavar="DIR", help="docs/results")
     parser.add_argument("--sizes", default=sizes, metavar="A,B", help=f"experiments ({sizes})")
+    _add_choice(parser, "--part", ACCELERATOR_PARTS)
     parser.add_argument("--minutes", type=float, default=9, metavar="M", help="in all (9)")
     parser.add_argument("--steps", type=int, default=40, metavar="N", help="of each size (40)")
     parser.add_argument(

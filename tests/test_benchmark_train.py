@@ -280,6 +280,9 @@ def test_the_report_of_a_rehearsal_is_one_file(
     report = json.loads(file.read_text())
     assert report["device"]["platform"] == "cpu"
     assert report["sizes"]["small"]["tokens_per_second"] > 0
+    assert report["decode"]["small"]["generation_tokens_per_second"] > 0
+    assert report["norms"]["in_model"]["rms_norm"]["generation_tokens_per_second"] > 0
     assert report.keys() == {
-        *("machine", "commit", "flags", "minutes", "text", "kernels", "device", "sizes"),
+        *("machine", "commit", "flags", "minutes", "text", "device"),
+        *("kernels", "decode", "norms", "sizes"),
     }

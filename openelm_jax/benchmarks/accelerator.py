@@ -1,6 +1,7 @@
 """What one accelerator makes of the published models, in a few minutes: `benchmark accelerator`.
 
-The kernel of attention is held against the portable one, and each size trains on real text: the
+The kernel of attention is held against the portable one; each size generates one text, as in the
+paper's Table 7, and norms are compared as in its Table 8; each size trains on real text: the
 largest batch that fits, compiled twice (without and with the cache on disk), some steps through
 the trainer's own loop, one checkpoint. Each part is a process of its own, which tells what it has
 found as it goes; one that needs too long is ended, and the report says so. What is reported is
@@ -33,8 +34,10 @@ PIECES = 8192
 """Of the tokenizer that is trained where none is given."""
 MOST_CHARACTERS = 500
 """Of an error's message."""
-KERNEL_SHARE = 0.15
-"""Of the time, at most, for the kernels."""
+PARTS = ("kernels", "decode", "norms", "train")
+"""In the order in which they are measured: the last takes what the others leave."""
+SHARES = {"kernels": 0.15, "decode": 0.3, "norms": 0.2}
+"""Of the time that is left, at most, where another part comes after."""
 FEWEST_SECONDS = 10.0
 """Left, below which a part is not begun."""
 
@@ -45,6 +48,7 @@ def measure_accelerator(
     *,
     root: str | None,
     tokenizer: str | None,
+    parts: tuple[str, ...] = PARTS,
     minutes: float,
     steps: int,
     flags: list[str],
@@ -71,21 +75,36 @@ def measure_accelerator(
             pieces = min([PIECES, *(experiment.model.vocab_size for experiment in experiments)])
             train_tokenizer(training_texts(experiments[0].data), pieces, model)
             experiments = [_on_text(experiment, root, str(model)) for experiment in experiments]
-        share = time.monotonic() + KERNEL_SHARE * (end - time.monotonic())
-        report["kernels"] = _collect(_kernels_part, (), share, say)
-        report["device"] = report["kernels"].pop("device", None)
-        report["sizes"] = {}
-        file = _write(report, out)
-        for left, experiment in zip(range(len(sizes), 0, -1), experiments, strict=True):
+        report["device"] = None
+        parts = tuple(part for part in PARTS if part in parts)
+        for part in parts:
             now = time.monotonic()
-            until = now + (end - now) / left
-            say(f"{experiment.name}: {until - now:.0f} s")
-            with tempfile.TemporaryDirectory(dir=folder) as of_size:
-                report["sizes"][experiment.name] = _collect(
-                    _size_part, (experiment, of_size, until - now, steps), until, say
-                )
-            file = _write(report, out)
+            until = now + (1.0 if part == parts[-1] else SHARES[part]) * (end - now)
+            found: dict[str, Any] = {}
+            report["sizes" if part == "train" else part] = found
+            if part in WHOLE:
+                say(f"{part}: {until - now:.0f} s")
+                found |= _collect(WHOLE[part], (experiments[0],), until, say)
+                _take_device(report, found)
+                file = _write(report, out)
+                continue
+            for left, experiment in zip(range(len(sizes), 0, -1), experiments, strict=True):
+                now = time.monotonic()
+                seconds = (until - now) / left
+                say(f"{part} {experiment.name}: {seconds:.0f} s")
+                with tempfile.TemporaryDirectory(dir=folder) as of_size:
+                    arguments = (experiment, of_size, seconds, steps)
+                    of_experiment = _collect(OF_SIZE[part], arguments, now + seconds, say)
+                _take_device(report, of_experiment)
+                found[experiment.name] = of_experiment
+                file = _write(report, out)
     return file
+
+
+def _take_device(report: dict[str, Any], found: dict[str, Any]) -> None:
+    """Move what a part says of the device to the top of the report."""
+    device = found.pop("device", None)
+    report["device"] = report["device"] or device
 
 
 def _on_text(experiment: Experiment, root: str | None, tokenizer: str | None) -> Experiment:
@@ -141,19 +160,43 @@ def _tell(
             raise
 
 
-def _kernels_part() -> Iterator[dict[str, Any]]:
+def _kernels_part(experiment: Experiment) -> Iterator[dict[str, Any]]:
     from openelm_jax.benchmarks.accelerator_parts import check_kernels, describe_device
 
     yield {"device": describe_device()}
     yield from check_kernels()
 
 
-def _size_part(
+def _norms_part(experiment: Experiment) -> Iterator[dict[str, Any]]:
+    from openelm_jax.benchmarks.accelerator_generation import compare_norms
+    from openelm_jax.benchmarks.accelerator_parts import describe_device
+
+    yield {"device": describe_device()}
+    yield from compare_norms(experiment)
+
+
+def _decode_part(
     experiment: Experiment, folder: str, seconds: float, steps: int
 ) -> Iterator[dict[str, Any]]:
-    from openelm_jax.benchmarks.accelerator_parts import train_size
+    from openelm_jax.benchmarks.accelerator_generation import decode_size
+    from openelm_jax.benchmarks.accelerator_parts import describe_device
 
+    yield {"device": describe_device()}
+    yield from decode_size(experiment)
+
+
+def _train_part(
+    experiment: Experiment, folder: str, seconds: float, steps: int
+) -> Iterator[dict[str, Any]]:
+    from openelm_jax.benchmarks.accelerator_parts import describe_device, train_size
+
+    yield {"device": describe_device()}
     yield from train_size(experiment, Path(folder), seconds, steps)
+
+
+WHOLE = {"kernels": _kernels_part, "norms": _norms_part}
+OF_SIZE = {"decode": _decode_part, "train": _train_part}
+"""Parts, each in a process of its own; a part of a size is given a folder, seconds and steps."""
 
 
 def _write(report: dict[str, Any], out: Path) -> Path:
