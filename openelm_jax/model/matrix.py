@@ -121,9 +121,10 @@ def _vectors(x_RI: jax.Array, weight_OI: jax.Array) -> jax.Array:
     """Multiply and add up in float32, widening what is read as it is read."""
     sums = []
     for x_I in x_RI.astype(jnp.float32):
+        # The barrier keeps apart what would be a loop of scalars together: the rows, and whatever
+        # makes `x_I`; and it keeps the widening in the loop over tokens.
+        weight_OI, x_I = jax.lax.optimization_barrier((weight_OI, x_I))
         sums.append((weight_OI.astype(jnp.float32) * x_I).sum(axis=-1))
-        # One pass after the other: all rows in one pass would be a loop of scalars.
-        weight_OI, _ = jax.lax.optimization_barrier((weight_OI, sums[-1]))
     return jnp.stack(sums)
 
 
