@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = """
 python -m openelm_jax.generate --from runs/tiny --prompt "The state of the Union"
-python -m openelm_jax.generate --from runs/tiny@500 --prompt-file prompts.txt --json
+python -m openelm_jax.generate --from runs/tiny@800 --prompt-file prompts.txt --json
 python -m openelm_jax.generate --from exports/3b --draft exports/270m --prompt "We must" --stream
 """
 
@@ -131,8 +131,12 @@ def _prompts(arguments: argparse.Namespace) -> list[str]:
     if arguments.prompt_file:
         try:
             text = Path(arguments.prompt_file).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            raise UserError(f"--prompt-file {arguments.prompt_file}: there is no such file.") from None
         except (OSError, UnicodeDecodeError) as fault:
-            raise UserError(f"--prompt-file {arguments.prompt_file}: {fault}.") from None
+            raise UserError(
+                f"--prompt-file {arguments.prompt_file}: {fault}; give a text file in UTF-8."
+            ) from None
         prompts += [line for line in text.splitlines() if line]
         if not prompts:
             raise UserError(f"--prompt-file {arguments.prompt_file} holds no prompt.")
