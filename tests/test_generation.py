@@ -232,7 +232,7 @@ def test_float32_products_are_not_left_to_the_accelerators_default(dtype, highes
 
 @pytest.mark.parametrize(
     ("length", "padded"),
-    [(1, 16), (16, 16), (17, 32), (200, 256), (256, 256), (257, 512), (700, 768)],
+    [(1, 16), (16, 16), (17, 24), (25, 32), (33, 48), (49, 64), (129, 192), (200, 256), (257, 512)],
 )
 def test_lengths_are_padded_to_few_buckets(length, padded):
     assert engine.bucket(length) == padded
