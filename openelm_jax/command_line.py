@@ -25,7 +25,7 @@ VERBS = {
     "export": "weights for PyTorch, Hugging Face, MLX, llama.cpp, CoreNet",
     "average": "the mean of a run's last checkpoints",
     "plan": "layers, parameters and FLOPs of an experiment",
-    "benchmark": "how fast, beside the targets: data",
+    "benchmark": "how fast, beside targets and other programs",
     "data_report": "documents and tokens of a run or mixture, kept and dropped",
 }
 

@@ -270,7 +270,7 @@ def test_the_report_of_a_rehearsal_is_one_file(
     experiment = write_corpus(tmp_path)
     main(
         [
-            *("accelerator", "--sizes", str(experiment), "--steps", "4", "--minutes", "4"),
+            *("accelerator", "--sizes", str(experiment), "--steps", "4", "--minutes", "8"),
             *("--data.root", str(tmp_path / "train"), "--out", str(tmp_path / "out")),
             *("--tokenizer", str(tmp_path / "tokenizer.model")),
         ]

@@ -84,12 +84,24 @@ def decode_size(experiment: Experiment) -> Iterator[dict[str, Any]]:
 
 
 def compare_norms(experiment: Experiment) -> Iterator[dict[str, Any]]:
-    """Yield what norms cost by themselves, for Table 8's models, and in OpenELM 1.1B.
+    """Yield what norms cost in OpenELM 1.1B, and by themselves, for Table 8's models.
 
     On a CPU, a rehearsal, in the model of `experiment` instead.
     """
     on_a_cpu = jax.devices()[0].platform == "cpu"
     protocol, dtype, config = _setting(experiment.model if on_a_cpu else model_of(NORMS_SIZE))
+    prompts_BT = prompts_of(protocol, config.vocab_size)[1]
+    params = decoding_params(init_params(config, 0), dtype)
+    streams = normalized_streams(config, params, dtype, prompts_BT, protocol.new_tokens)
+    rounds = [
+        round_of(streams, number, prompts_BT, protocol.new_tokens) for number in range(ROUNDS)
+    ]
+    yield {
+        "in_model": {
+            name: _medians([turns[name] for turns in rounds], protocol) for name in NORMALIZATIONS
+        }
+    }
+    del streams, params  # their memory
     for model in MODELS:
         for tokens in TOKENS:
             shapes = norm_shapes(model, tokens)
@@ -103,17 +115,6 @@ def compare_norms(experiment: Experiment) -> Iterator[dict[str, Any]]:
                     kind: 1e6 * statistics.median(each) for kind, each in seconds.items()
                 }
             }
-    prompts_BT = prompts_of(protocol, config.vocab_size)[1]
-    params = decoding_params(init_params(config, 0), dtype)
-    streams = normalized_streams(config, params, dtype, prompts_BT, protocol.new_tokens)
-    rounds = [
-        round_of(streams, number, prompts_BT, protocol.new_tokens) for number in range(ROUNDS)
-    ]
-    yield {
-        "in_model": {
-            name: _medians([turns[name] for turns in rounds], protocol) for name in NORMALIZATIONS
-        }
-    }
 
 
 def _medians(turns: list[Turn], protocol: Protocol) -> dict[str, float]:
