@@ -290,7 +290,10 @@ def _add_rounds(parser: argparse.ArgumentParser, default: int) -> None:
 
 
 def _whole_numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in text.split(","))
+    try:
+        return tuple(int(number) for number in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text} is no list of whole numbers like 1,8") from None
 
 
 def _add_accelerator_flags(parser: argparse.ArgumentParser) -> None:

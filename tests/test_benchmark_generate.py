@@ -421,7 +421,7 @@ def test_without_a_package_the_extra_is_named(
         (["--size", "7b"], "no size 7b; known are 270m, 450m, 1_1b, 3b, 10m"),
         (["--backend", "onnx"], "no backend onnx; known are jax, torch, mlx"),
         (["--others", "gpt2"], "no others gpt2; known are uniform, opt_350m"),
-        (["--batch", "two"], "--batch"),
+        (["--batch", "two"], "two is no list of whole numbers like 1,8"),
     ],
 )
 def test_unknown_names_are_answered_with_the_known_ones(
