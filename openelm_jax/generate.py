@@ -38,7 +38,12 @@ def main(argv: list[str]) -> None:
         seed=arguments.seed,
         repetition_penalty=arguments.repetition_penalty,
     )
-    how = {"dtype": arguments.dtype, "quantize": arguments.quantize}
+    how = {
+        "dtype": arguments.dtype,
+        "quantize": arguments.quantize,
+        "replica": arguments.replica,
+        "tensor": arguments.tensor,
+    }
     model = load(arguments.where, arguments.tokenizer, exp=arguments.exp, **how)
     draft = load(arguments.draft, arguments.tokenizer, **how) if arguments.draft else None
     speculation = model.speculation(arguments.prompt_lookup, draft, arguments.draft_tokens)
@@ -108,13 +113,15 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         nargs="?",
         const=10,
         metavar="K",
-        help="faster where a text repeats itself: propose the K tokens (10) that followed where its "
-        "last ones stood before",
+        help="faster where a text repeats itself: propose the K tokens (10) that followed where "
+        "its last ones stood before",
     )
     flag("--draft", metavar="WHERE", help="faster: a smaller model that proposes tokens to this")
     flag("--draft-tokens", type=int, metavar="K", help="how many at a time (4)")
     flag("--dtype", choices=("float32", "bfloat16"), help="float32 on a CPU, bfloat16 elsewhere")
     flag("--quantize", type=int, choices=(8, 4), help="bits of a weight: less memory to read")
+    flag("--mesh.replica", dest="replica", type=int, default=1, metavar="N", help="divides prompts")
+    flag("--mesh.tensor", dest="tensor", type=int, default=1, metavar="N", help="divides matrices")
     flag("--tokenizer", metavar="FILE", help="SentencePiece file, if WHERE has none or another")
     flag("--exp", metavar="NAME", help="the experiment that a CoreNet .pt without .yaml is of")
     output = parser.add_mutually_exclusive_group()
@@ -132,7 +139,9 @@ def _prompts(arguments: argparse.Namespace) -> list[str]:
         try:
             text = Path(arguments.prompt_file).read_text(encoding="utf-8")
         except FileNotFoundError:
-            raise UserError(f"--prompt-file {arguments.prompt_file}: there is no such file.") from None
+            raise UserError(
+                f"--prompt-file {arguments.prompt_file}: there is no such file."
+            ) from None
         except (OSError, UnicodeDecodeError) as fault:
             raise UserError(
                 f"--prompt-file {arguments.prompt_file}: {fault}; give a text file in UTF-8."

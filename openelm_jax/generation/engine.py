@@ -18,10 +18,12 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from openelm_jax.config import ModelConfig
 from openelm_jax.errors import UserError
 from openelm_jax.generation.forward import apply, extend
+from openelm_jax.generation.placement import divide_rows, mesh_of, whole_rows
 from openelm_jax.generation.sampling import Request, Sampling, next_tokens
 from openelm_jax.generation.speculative import (
     Counts,
@@ -115,9 +117,13 @@ def stream(
         raise UserError(f"max_tokens is {max_tokens}: it must be at least 1.")
     assert prompts, "no prompts"
     assert all(len(prompt) for prompt in prompts), "an empty prompt has <s>"
+    mesh, num_rows = mesh_of(params), len(prompts)
+    # On a mesh the last prompt may stand several times, for devices have equally many rows.
+    rows_B = np.minimum(np.arange(whole_rows(num_rows, mesh)), num_rows - 1)
+    prompts = [prompts[row] for row in rows_B]
     prompt_B = np.array([len(prompt) for prompt in prompts], np.int32)
     request = Request(
-        rows_B=np.arange(first_row, first_row + len(prompts), dtype=np.uint32),
+        rows_B=(first_row + rows_B).astype(np.uint32),
         prompt_B=prompt_B,
         vocab_size=np.int32(config.vocab_size if vocab_size is None else vocab_size),
         eos_id=np.int32(eos_id),
@@ -135,7 +141,8 @@ def stream(
     proposed = 0 if speculation is None else speculation.count
     cache_length = bucket(longest + max_tokens + proposed)
 
-    state = _prefill(config, dtype, cache_length, params, tokens_BT, request, speculation)
+    tokens_BT, request = divide_rows((tokens_BT, request), mesh)
+    state = _prefill(config, dtype, cache_length, mesh, params, tokens_BT, request, speculation)
     sent, warned = 0, False
     while True:
         # Copies: the state's own buffers are given away with the next block.
@@ -152,7 +159,7 @@ def stream(
             )
         count_B = length_B - prompt_B
         ready = int(count_B.max() if finished_B.all() else count_B[~finished_B].min())
-        yield new_BI[:, sent:ready]
+        yield new_BI[:num_rows, sent:ready]
         sent = ready
         if finished_B.all():
             return
@@ -173,18 +180,19 @@ def bucket(length: int) -> int:
     return power * 3 // 4 if 16 < length <= power * 3 // 4 else power
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2))
+@partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _prefill(
     config: ModelConfig,
     dtype: jax.typing.DTypeLike,
     cache_length: int,
+    mesh: Mesh | None,
     params: Params,
     tokens_BT: jax.Array,
     request: Request,
     speculation: Speculation | None = None,
 ) -> _State:
     batch_size, length = tokens_BT.shape
-    cache = init_cache(config, batch_size, cache_length, dtype)
+    cache = divide_rows(init_cache(config, batch_size, cache_length, dtype), mesh)
     first_B = jnp.zeros(batch_size, jnp.int32)
     hidden_BTD, cache = extend(config, dtype, params, tokens_BT, first_B, cache)
     length_B = request.prompt_B

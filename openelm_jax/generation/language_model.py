@@ -18,6 +18,7 @@ from openelm_jax.config import DType, ModelConfig
 from openelm_jax.errors import UserError
 from openelm_jax.generation import engine
 from openelm_jax.generation.forward import apply, decoding_params, placed
+from openelm_jax.generation.placement import decoding_mesh, divided
 from openelm_jax.generation.sampling import Sampling
 from openelm_jax.generation.speculative import (
     Draft,
@@ -39,20 +40,25 @@ def load(
     dtype: DType | None = None,
     exp: str | None = None,
     quantize: Bits | None = None,
+    replica: int = 1,
+    tensor: int = 1,
 ) -> LanguageModel:
     """Return the model in `where`: whatever `--from` accepts.
 
     `tokenizer` is a SentencePiece file that supplies or overrides the model's own; `exp` names the
     experiment that a CoreNet file is of. Computes in `dtype`, by default float32 on a CPU and
     bfloat16 on accelerators; matrices are held in it, or in `quantize` bits. Reads a parameter at a
-    time, so that the host never holds the whole model in float32.
+    time, so that the host never holds the whole model in float32. On several devices of this
+    process `replica` divides the rows of a batch, and `tensor` each matrix.
     """
+    mesh = decoding_mesh(replica, tensor) if (replica, tensor) != (1, 1) else None
     if dtype is None:
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     with open_weights(where, tokenizer, exp) as stored:
         params: Params = {}
         for weight in named_weights(stored.config):
-            put(params, weight.path, placed(weight.path, stored.read(weight.path), dtype, quantize))
+            matrix = placed(weight.path, stored.read(weight.path), dtype, quantize)
+            put(params, weight.path, divided(weight.path, matrix, mesh) if mesh else matrix)
         return LanguageModel(stored.config, params, stored.tokenizer, dtype)
 
 
