@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 EXAMPLES = """
 python -m openelm_jax.export --from runs/tiny --to hf --out exports/tiny --with-code
 python -m openelm_jax.export --from runs/270m@345000 --to mlx --quantize 4 --out exports/270m-4bit
-python -m openelm_jax.export --from hf://apple/OpenELM-1_1B --to gguf --out exports/1_1b
+python -m openelm_jax.export --from hf://apple/OpenELM-1_1B --to gguf --out 1_1b --tokenizer t.model
 """
 TARGETS = ("hf", "mlx", "gguf", "corenet", "orbax")
 # Which target takes a flag.
@@ -61,6 +61,8 @@ def main(argv: list[str]) -> None:
             written_as = _write(partial, stored, arguments)
             write_model_card(partial, stored, target=arguments.to, written_as=written_as)
         _say(f"{stored.source} written to {out} ({arguments.to}, {written_as})")
+        if arguments.to == "hf" and not arguments.with_code:
+            _say("transformers needs the model's code as well: export --with-code")
         if arguments.compare_on:
             _compare(stored, out, tokens, arguments.compare_on)
 
@@ -168,8 +170,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         "--to",
         choices=TARGETS,
         required=True,
-        help="hf: transformers, Apple's code; mlx: mlx-lm; gguf: llama.cpp; corenet: Apple's "
-        "trainer; orbax: our own",
+        help="hf: mlx-lm, and transformers --with-code; mlx: mlx-lm, quantised too; gguf: "
+        "llama.cpp; corenet: Apple's trainer; orbax: our own",
     )
     flag("--out", metavar="DIR", required=True, help="a new directory")
     flag(
@@ -185,7 +187,11 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         choices=[32, 64, 128],
         help="mlx: weights that share a scale and a bias (64)",
     )
-    flag("--with-code", action="store_true", help="hf: add the model's PyTorch code")
+    flag(
+        "--with-code",
+        action="store_true",
+        help="hf: add the model's PyTorch code, which transformers needs",
+    )
     flag("--tokenizer", metavar="FILE", help="SentencePiece file, if WHERE has none or another")
     flag("--exp", metavar="NAME", help="the experiment that a CoreNet .pt without .yaml is of")
     flag(
@@ -196,7 +202,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     for name, targets in TAKES.items():
         if getattr(arguments, name) and arguments.to not in targets:
-            parser.error(f"--{name.replace('_', '-')} is for --to {' and '.join(targets)}")
+            instead = "; --to gguf takes --outtype" if name == "dtype" else ""
+            parser.error(f"--{name.replace('_', '-')} is for --to {' and '.join(targets)}{instead}")
     if arguments.group_size and not arguments.quantize:
         parser.error("--group-size says how to --quantize: give both")
     if arguments.compare_on and not Path(arguments.compare_on).is_file():

@@ -134,6 +134,8 @@ def load_tokenizer(path: str | os.PathLike, model_vocab_size: int | None = None)
     Raises UserError when the file cannot be used, or has more pieces than `model_vocab_size`.
     """
     path = Path(path)
+    if path.is_dir():
+        raise UserError(f"tokenizer {path}: this is a directory; give a SentencePiece .model.")
     if not path.is_file():
         raise UserError(f"tokenizer {path}: there is no such file; give a SentencePiece .model.")
     try:

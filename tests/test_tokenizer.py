@@ -108,6 +108,8 @@ def test_what_the_texts_raise_comes_through_as_it_is(tmp_path, error):
 def test_a_file_that_is_missing_or_no_model_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"none\.model: there is no such file"):
         load_tokenizer(tmp_path / "none.model")
+    with pytest.raises(UserError, match=r"this is a directory; give a SentencePiece \.model"):
+        load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0"}')
     with pytest.raises(UserError, match="not a readable SentencePiece model"):
         load_tokenizer(tmp_path / "tokenizer.json")

@@ -153,6 +153,7 @@ def test_export_says_when_corenet_has_no_such_model(tmp_path, capsys):
         export.main(f"--from {tmp_path}/given/{name} --to corenet --out {tmp_path}/{name}".split())
         said = capsys.readouterr().err
         assert ("CoreNet cannot build this model" in said) == (name == "unknown")
+        assert ("this program alone, which reads it back" in said) == (name == "unknown")
         first, again = (tmp_path / where / name / "model.yaml" for where in ("given", ""))
         assert first.read_bytes() == again.read_bytes()
 

@@ -269,7 +269,7 @@ def test_losses_in_float32_are_that_on_every_device(monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--to gguf --dtype float32", "--dtype is for --to hf and mlx and corenet"),
+        ("--to gguf --dtype float32", "hf and mlx and corenet; --to gguf takes --outtype"),
         ("--to hf --quantize 4", "--quantize is for --to mlx"),
         ("--to mlx --group-size 32", "give both"),
         ("--to orbax --with-code", "--with-code is for --to hf"),

@@ -467,6 +467,16 @@ def test_export_to_mlx_says_nothing_of_apples_code(tmp_path, capsys):
         assert ("Apple's" in capsys.readouterr().err) == said
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"), [("--to hf", True), ("--to hf --with-code", False), ("--to mlx", False)]
+)
+def test_export_says_what_transformers_needs(tmp_path, capsys, flags, said):
+    export.main(f"--from {FIXTURE} --out {tmp_path}/out {flags}".split())
+
+    message = "transformers needs the model's code as well: export --with-code"
+    assert (message in capsys.readouterr().err) == said
+
+
 @pytest.mark.parametrize(("dtype", "warned"), [("float16", True), ("bfloat16", False)])
 def test_export_names_what_float16_cannot_hold(tmp_path, capsys, dtype, warned):
     params = random_params(tiny())

@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from huggingface_directories import write_huggingface
 from small_models import random_params
 
 from openelm_jax.config import (
@@ -104,13 +105,36 @@ def test_a_damaged_experiment_is_named_with_its_file(tmp_path):
         ("two/a.gguf@5", "a.gguf is no run directory and has no steps: leave @5 out"),
         ("lost", "lost is a run whose experiment.json is lost: restore it"),
         ("lost@20", "lost is a run whose experiment.json is lost: restore it"),
+        ("lost/checkpoints/000020", "000020 is a step of a run: give .*/lost@20"),
+        ("model", "model has no config.json, which says which model the weights are: put it there"),
+        ("exports", "no weights are recognised in .*exports; accepted are"),
     ],
 )
 def test_what_is_no_source_is_refused_with_what_to_do(tmp_path, where, message):
     (tmp_path / "lost" / "checkpoints" / "000020").mkdir(parents=True)
+    (tmp_path / "exports" / "tiny.gguf").mkdir(parents=True)
     for file in ("empty/notes", "model/model.safetensors", "two/a.gguf", "two/b.gguf"):
         (tmp_path / file).parent.mkdir(exist_ok=True)
         (tmp_path / file).touch()
 
     with pytest.raises(UserError, match=f"--from .*{where}: .*{message}"):
         load_weights(tmp_path / where)
+
+
+@pytest.mark.parametrize("revision", ["", "@main"])
+def test_a_name_on_the_hub_is_answered_with_how_it_is_written(tmp_path, monkeypatch, revision):
+    monkeypatch.chdir(tmp_path)
+    name = f"apple/OpenELM-1_1B{revision}"
+    with pytest.raises(UserError, match=f"there is no {name}, or hf://{name} if"):
+        load_weights(name)
+
+
+def test_a_tokenizer_json_alone_is_named(run, tmp_path, capsys):
+    """As `save_pretrained` and `mlx_lm convert` leave it."""
+    write_huggingface(tmp_path / "saved", EXPERIMENT.model, random_params(EXPERIMENT.model))
+    (tmp_path / "saved" / "tokenizer.json").write_text("{}")
+
+    assert load_weights(tmp_path / "saved").tokenizer is None
+    assert "its tokenizer.json is not read: give" in capsys.readouterr().err
+    assert load_weights(tmp_path / "saved", run / "tokenizer.model").tokenizer is not None
+    assert capsys.readouterr().err == ""

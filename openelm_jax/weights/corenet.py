@@ -68,7 +68,7 @@ def write_corenet(directory: Path, stored: StoredWeights, *, dtype: str | None =
     if corenet_name(stored.config) is None:
         print(
             f"warning: CoreNet cannot build this model: it has names for {', '.join(MODELS)}, and "
-            f"{YAML} describes it for this program alone.",
+            f"{YAML} describes it for this program alone, which reads it back.",
             file=sys.stderr,
         )
     tensors = {}

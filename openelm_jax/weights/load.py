@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -59,8 +61,9 @@ def open_weights(
     """Give what `where` holds, a parameter at a time: whatever `--from` accepts.
 
     `tokenizer` is a SentencePiece file that supplies or overrides the tokenizer; `exp` names the
-    experiment whose model CoreNet's file is, if no .yaml says so. Raises UserError for anything
-    else, and for a tokenizer larger than the model.
+    experiment whose model CoreNet's file is, if no .yaml says so. A tokenizer.json, which is not
+    read, is named on stderr where nothing else is there. Raises UserError for anything else, and
+    for a tokenizer larger than the model.
     """
     path = _local(str(where))
     with _open(path, str(where), exp) as stored:
@@ -71,6 +74,12 @@ def open_weights(
             given = Path(tokenizer) if tokenizer else beside
             read = load_tokenizer(given, model_vocab_size=stored.config.vocab_size)
             stored = dataclasses.replace(stored, tokenizer=read)
+        elif stored.tokenizer is None and beside.with_suffix(".json").is_file():
+            print(
+                f"warning: {where} has no {TOKENIZER_FILE}, and its tokenizer.json is not read: "
+                "give the file that it was made of with --tokenizer FILE.",
+                file=sys.stderr,
+            )
         yield stored
 
 
@@ -122,13 +131,19 @@ def _open(where: str, asked: str, exp: str | None) -> Iterator[StoredWeights]:
 
 def _unrecognised(path: Path, step: int | None, asked: str) -> UserError:
     if not path.exists():
-        fault = f"there is no {path}; accepted are {ACCEPTED}"
+        on_the_hub = not path.parent.exists() and re.fullmatch(r"[\w.-]+/[\w.@-]+", asked)
+        hint = f", or hf://{asked} if you mean the Hub's" if on_the_hub else ""
+        fault = f"there is no {path}{hint}; accepted are {ACCEPTED}"
     elif (path / CHECKPOINTS).is_dir():
         fault = f"{path} is a run whose {EXPERIMENT} is lost: restore it from a copy"
+    elif path.parent.name == CHECKPOINTS and path.name.isdecimal():
+        fault = f"{path} is a step of a run: give {path.parent.parent}@{int(path.name)}"
     elif step is not None:
         fault = f"{path} is no run directory and has no steps: leave @{step} out"
     elif path.suffix == ".safetensors":
         fault = f"{path} does not say which model it is: give its directory, with its {CONFIG}"
+    elif any(path.glob("*.safetensors")):
+        fault = f"{path} has no {CONFIG}, which says which model the weights are: put it there"
     elif len(files := _foreign_files(path)) > 1:
         fault = f"{path} holds {', '.join(file.name for file in files)}: give one of these files"
     else:
@@ -157,7 +172,12 @@ def _only_file(path: Path) -> Path | None:
 
 
 def _foreign_files(directory: Path) -> list[Path]:
-    return [file for suffix in (".gguf", ".pt") for file in sorted(directory.glob(f"*{suffix}"))]
+    return [
+        file
+        for suffix in (".gguf", ".pt")
+        for file in sorted(directory.glob(f"*{suffix}"))
+        if file.is_file()
+    ]
 
 
 def choose_step(run: Path, step: int | None) -> int:
