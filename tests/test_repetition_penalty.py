@@ -25,10 +25,10 @@ PROMPTS = [[1, 5], [1, 44, 2, 61, 8, 8, 100, 250, 31, 7, 19, 4]]
 PENALISED = Sampling(repetition_penalty=1.5)
 
 
-def continue_prompts(prompts, sampling, **named):
+def continue_prompts(prompts, sampling, params=PARAMS, **named):
     return engine.generate(
         CONFIG,
-        PARAMS,
+        params,
         prompts,
         max_tokens=30,
         eos_id=-1,
@@ -67,20 +67,27 @@ def test_logits_become_those_of_transformers(penalty):
 
 
 def test_prompt_and_generated_tokens_are_penalised_and_padding_is_not():
-    together = continue_prompts(PROMPTS, PENALISED)
+    first = continue_prompts(PROMPTS, PENALISED)[0].tokens[0]
+    assert first not in PROMPTS[0]
+    # Now the padding is the token that the shorter row would go on with.
+    rows = jnp.arange(320).at[jnp.array([0, first])].set(jnp.array([first, 0]))
+    params = PARAMS | {"embedding": PARAMS["embedding"][rows]}
 
+    together = continue_prompts(PROMPTS, PENALISED, params)
+
+    assert together[0].tokens[0] == 0
     forward = jax.jit(Decoder(CONFIG).apply)
     for prompt, continuation in zip(PROMPTS, together, strict=True):
         tokens = list(prompt)
         for _ in range(30):
             padded_BT = np.zeros((1, 48), np.int32)
             padded_BT[0, : len(tokens)] = tokens
-            logits_V = np.array(forward({"params": PARAMS}, padded_BT)[0, len(tokens) - 1])
+            logits_V = np.array(forward({"params": params}, padded_BT)[0, len(tokens) - 1])
             for token in set(tokens):
                 logits_V[token] *= 1 / 1.5 if logits_V[token] > 0 else 1.5
             tokens.append(int(np.argmax(logits_V)))
         assert list(continuation.tokens) == tokens[len(prompt) :]
-    assert together != continue_prompts(PROMPTS, Sampling())
+    assert together != continue_prompts(PROMPTS, Sampling(), params)
 
 
 def test_a_strong_penalty_repeats_nothing():
