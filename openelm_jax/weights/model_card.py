@@ -15,7 +15,7 @@ USE = {
     "`AutoModelForCausalLM.from_pretrained(DIR, trust_remote_code=True)` if `modeling_openelm.py` "
     "lies here, else export it again with `--with-code`.",
     "mlx": '`python -m mlx_lm generate --model DIR --prompt "..."`',
-    "gguf": '`llama-cli -m DIR/model.gguf -p "..."`',
+    "gguf": '`llama-completion -m DIR/model.gguf -p "..." -no-cnv`',
     "corenet": "`model.pt` is what CoreNet loads, with the block of `model.yaml` in its own YAML.",
     "orbax": "`python -m openelm_jax.generate --from DIR`; every command takes DIR.",
 }
