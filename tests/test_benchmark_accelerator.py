@@ -32,6 +32,7 @@ def gathered(part: Iterator[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.heavy
 def test_decoding_is_rehearsed_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accelerator_generation, "READ_BYTES", 2**20)
     experiment = small(tmp_path)
@@ -47,6 +48,7 @@ def test_decoding_is_rehearsed_on_the_cpu(tmp_path: Path, monkeypatch: pytest.Mo
     )
 
 
+@pytest.mark.heavy
 def test_norms_are_rehearsed_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accelerator_generation, "MODELS", ("olmo_1_18b",))
     monkeypatch.setattr(accelerator_generation, "TOKENS", (1,))

@@ -293,6 +293,7 @@ def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generation, "READ_BYTES", 2**20)
 
 
+@pytest.mark.heavy
 @pytest.mark.usefixtures("small_sizes")
 def test_programs_are_measured_by_turns_in_processes_of_their_own(
     capsys: pytest.CaptureFixture[str],

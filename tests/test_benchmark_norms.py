@@ -94,6 +94,7 @@ def _spreads(row: dict) -> dict:
 PROMPTS_BT = np.random.default_rng(0).integers(3, 160, (1, 12), dtype=np.int32)
 
 
+@pytest.mark.heavy
 def test_a_model_generates_with_either_norm_or_without_any() -> None:
     config = tiny(num_layers=1, vocab_size=160)
     params = decoding_params(random_params(config), "float32")
@@ -131,6 +132,7 @@ def test_without_norms_their_scales_do_not_count() -> None:
     assert not np.array_equal(logits(scaled), logits(plain))
 
 
+@pytest.mark.heavy
 def test_normalizations_are_compared_by_turns_in_a_process(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -205,6 +205,7 @@ def test_a_part_tells_what_it_found_however_it_ends() -> None:
     assert collect(benchmark_parts.complete, 1) == {"left_out": "no time was left"}
 
 
+@pytest.mark.heavy
 def test_a_part_that_needs_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accelerator, "FEWEST_SECONDS", 0)
     found = accelerator._collect(benchmark_parts.slow, (), time.monotonic() + 8, lambda line: None)
@@ -240,6 +241,7 @@ def as_in_a_process_of_its_own() -> Iterator[None]:
     compilation_cache.reset_cache()
 
 
+@pytest.mark.heavy
 @pytest.mark.usefixtures("as_in_a_process_of_its_own")
 def test_a_size_is_rehearsed_on_the_cpu(tmp_path: Path) -> None:
     write_corpus(tmp_path)

@@ -209,6 +209,7 @@ def test_bfloat16_decodes_with_a_bfloat16_cache():
             CONFIG,
             "bfloat16",
             16,
+            None,
             PARAMS,
             np.zeros((1, 16), np.int32),
             Request(np.zeros(1, np.uint32), np.ones(1, np.int32), 320, 2, 15, 0, 0.0, 0, 1.0, 1.0),

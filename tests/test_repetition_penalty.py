@@ -111,6 +111,7 @@ def test_a_penalty_without_a_meaning_is_refused(penalty):
         Sampling(repetition_penalty=penalty)
 
 
+@pytest.mark.heavy
 def test_the_command_and_the_package_take_it(tmp_path, capsys):
     lines = [f"the {a} and the {b} are {a}{b}" for a in "abcdefgh" for b in "ijklmnop"]
     tokenizer = train_tokenizer(lines, 320, tmp_path / "tokenizer.model")

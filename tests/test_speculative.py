@@ -348,12 +348,14 @@ def directory(tmp_path_factory, tokenizer):
     return str(path)
 
 
+@pytest.mark.heavy
 def test_generate_proposes_by_lookup_or_by_a_model(model):
     plain = model.generate(["the a and"], max_tokens=24, temperature=1.0, seed=1)
     for way in ({"prompt_lookup": 3}, {"draft": model, "draft_tokens": 3}):
         assert model.generate(["the a and"], 24, temperature=1.0, seed=1, **way) == plain
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("output", ["--stream", "--json"])
 @pytest.mark.parametrize(
     "flags", [["--prompt-lookup", "3"], ["--draft", "itself", "--draft-tokens", "3"]]

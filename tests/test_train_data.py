@@ -177,6 +177,7 @@ def is_alive(group: int) -> bool:
 # --- Modes.
 
 
+@pytest.mark.heavy
 def test_rows_as_corenet_has_them_train_and_their_padding_does_not_count(
     experiment: Path, tmp_path: Path, train_here
 ) -> None:

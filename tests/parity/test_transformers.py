@@ -109,6 +109,7 @@ def test_greedy_continuations_are_ours(model, ours_greedy, options):
     assert len(set(theirs)) > 1
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("penalty", [1.0, 1.3])
 def test_looking_up_proposals_and_penalising_repetition_are_ours_too(model, params, penalty):
     theirs = theirs_greedy(
