@@ -20,7 +20,6 @@ from openelm_jax.benchmarks import (
     generation_models,
     generation_report,
     generation_sides,
-    paper_tables,
 )
 from openelm_jax.benchmarks.generation_models import (
     OTHERS,
@@ -103,15 +102,6 @@ def test_the_command_names_the_models_and_sizes_that_there_are() -> None:
     assert set(benchmark.OTHERS) == {generation.UNIFORM, *OTHERS}
     assert set(benchmark.PRECISIONS) == generation_sides.BYTES.keys() | generation_sides.BITS.keys()
     assert set(benchmark.BACKENDS) == PROGRAMS.keys() - {"transformers"}
-
-
-@pytest.mark.parametrize("table", [paper_tables.TABLE_7A, paper_tables.TABLE_7B])
-def test_the_papers_rates_agree_with_one_another(table: dict) -> None:
-    """With 1,024 new tokens, the totals are those of prompts of 30 to 41 tokens."""
-    for rates in table.values():
-        seconds_apart = 1024 / rates.generation
-        prompt = (rates.total * seconds_apart - 1024) / (1 - rates.total / rates.prompt)
-        assert 30 <= prompt <= 41
 
 
 @pytest.fixture
@@ -248,9 +238,8 @@ def test_a_row_has_medians_its_share_and_the_papers_figures() -> None:
     row = make_row(measured, bound_of(measured, {"cpu": 20 * 4084.0}))
     assert dataclasses.astuple(row.generation) == (10, 10, 20)
     assert row.share == 0.5
-    assert row.paper_cuda is not None
-    assert row.paper_cuda.generation == 159.67
-    assert make_row(result("mobillama_0_5b", "torch", "float32"), row.bound).paper_cuda is None
+    assert row.paper == 159.67
+    assert make_row(result("mobillama_0_5b", "torch", "float32"), row.bound).paper is None
 
 
 def test_ratios_are_of_turns_of_the_same_round() -> None:
@@ -314,7 +303,7 @@ def test_programs_are_measured_by_turns_in_processes_of_their_own(
         assert 0 < row["generation"]["low"] <= row["generation"]["high"]
     assert found["machine"].keys() >= {"processor", "load", "jax", "torch", "date"}
     assert found["bandwidths"]["cpu"] > 0
-    assert "RTX 4090" in found["paper"]["table_7a"]
+    assert "RTX 4090" in found["paper"]["table_7"]
     assert any(figure["name"].startswith("generation_270m_jax") for figure in found["figures"])
 
 
@@ -353,13 +342,12 @@ def test_the_table_is_shaped_like_the_papers_with_its_figures_beside_ours(
         return [line for line in lines if tuple(line[: len(cells)]) == cells]
 
     (ours,) = rows("OpenELM", "270M", "jax", "float32", "1")
-    assert ours[-3:] == ["6,427.27", "159.67", "165.85"]
+    assert ours[-1] == "159.67"
     mlx = rows("OpenELM", "270M", "mlx")
-    # One text at a time, and beside MLX's own figures.
+    # One text at a time.
     assert [line[4] for line in mlx] == ["1", "1"]
-    assert mlx[0][-3:] == ["1,151.41", "212.40", "218.45"]
     (olmo,) = rows("OLMo", "1.18B", "transformers", "bfloat16", "2")
-    assert olmo[-3:] == ["7,151.65", "203.40", "209.26"]
+    assert olmo[-1] == "203"
     assert rows("OpenELM", "270M", "jax", "int8", "1")
     assert not rows("OpenELM", "270M", "torch", "int8")
     assert rows("uniform,", "as", "OpenELM", "270M", "jax", "bfloat16", "1")

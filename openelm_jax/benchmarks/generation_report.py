@@ -14,13 +14,7 @@ from typing import Any, NamedTuple
 
 from openelm_jax.benchmarks.generation_models import OTHERS
 from openelm_jax.benchmarks.generation_sides import Facts, Turn
-from openelm_jax.benchmarks.paper_tables import (
-    APPLE_MACHINE,
-    MACHINE,
-    TABLE_7A,
-    TABLE_7B,
-    Throughput,
-)
+from openelm_jax.benchmarks.paper_tables import MACHINE, TABLE_7
 from openelm_jax.benchmarks.report import (
     Figure,
     format_machine,
@@ -127,8 +121,8 @@ class Row:
     bound: Bound
     share: float | None
     """Of the bound that generation reaches."""
-    paper_cuda: Throughput | None
-    paper_mlx: Throughput | None
+    paper: float | None
+    """Tokens a second of generation that the paper measured of the model, on its machine."""
     turns: tuple[Turn, ...]
 
 
@@ -175,8 +169,7 @@ def make_row(result: Result, bound: Bound) -> Row:
         device=result.facts.device,
         bound=bound,
         share=None if allowed is None else generation.median / allowed,
-        paper_cuda=TABLE_7A.get(key.model),
-        paper_mlx=TABLE_7B.get(key.model),
+        paper=TABLE_7.get(key.model),
         turns=result.turns,
     )
 
@@ -263,8 +256,7 @@ def as_json(machine: dict[str, str], commit: str | None, found: Generation) -> d
     plain = dataclasses.asdict(found)
     for row in plain["rows"]:
         row["turns"] = [turn._asdict() for turn in row["turns"]]
-    paper = {"table_7a": MACHINE, "table_7b": APPLE_MACHINE}
-    return {"machine": machine, "commit": commit, **plain, "paper": paper}
+    return {"machine": machine, "commit": commit, **plain, "paper": {"table_7": MACHINE}}
 
 
 def format_generation(machine: dict[str, str], commit: str | None, found: Generation) -> str:
@@ -283,23 +275,20 @@ def format_generation(machine: dict[str, str], commit: str | None, found: Genera
         "",
         *_table(found.rows),
         "",
-        f"paper, Table 7a: {MACHINE}",
+        f"paper: generation, Table 7, {MACHINE}",
     ]
-    if any(row.program == "mlx" for row in found.rows):
-        lines.append(f"paper, Table 7b, in the rows of mlx: {APPLE_MACHINE}")
     return "\n".join([*lines, *format_parts(list(found.figures))])
 
 
 def _table(rows: tuple[Row, ...]) -> list[str]:
     heading = [
         *("model", "program", "type", "batch", "parameters", "prompt", "generation", "", "total"),
-        *("at most", "share", "paper: prompt", "generation", "total"),
+        *("at most", "share", "paper"),
     ]
     return format_table(heading, [_cells(row) for row in rows], left=3)
 
 
 def _cells(row: Row) -> list[str]:
-    paper = row.paper_mlx if row.program == "mlx" else row.paper_cuda
     allowed, spread = row.bound.tokens_per_second, row.generation
     return [
         *(row.title, row.program, row.dtype, str(row.batch), f"{row.parameters:,}"),
@@ -307,9 +296,5 @@ def _cells(row: Row) -> list[str]:
         *(f"({short(spread.low)} to {short(spread.high)})", short(row.total.median)),
         "-" if allowed is None else short(allowed),
         "-" if row.share is None else f"{row.share:.0%}",
-        *(
-            ["-"] * 3
-            if paper is None
-            else [f"{rate:,.2f}" for rate in (paper.prompt, paper.generation, paper.total)]
-        ),
+        "-" if row.paper is None else f"{row.paper:g}",
     ]
