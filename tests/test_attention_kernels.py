@@ -255,6 +255,7 @@ def run_here(function, **environment):
     return done.stdout
 
 
+@pytest.mark.heavy
 def test_attention_over_devices_is_that_of_one():
     run_here("compare_over_context()", XLA_FLAGS="--xla_force_host_platform_device_count=4")
 

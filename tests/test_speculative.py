@@ -302,6 +302,7 @@ def test_the_loop_is_given_the_cache_and_writes_into_it(speculation, decode_call
         assert all(array.is_deleted() for array in cache)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", ["plain", "the model itself"])
 def test_the_loop_holds_no_second_cache(name, decode_calls):
     calls, decode = decode_calls

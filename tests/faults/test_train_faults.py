@@ -83,6 +83,7 @@ def test_empty_files_are_told(experiment: Path, tmp_path: Path, train_here) -> N
     assert_one_sentence(said, "all 2 files that match are empty", "train/00.jsonl")
 
 
+@pytest.mark.heavy
 def test_a_missing_text_field_names_the_fields_there_are_and_can_be_mended_in_place(
     experiment: Path, tmp_path: Path, train_here
 ) -> None:
@@ -177,6 +178,7 @@ def test_a_run_directory_that_is_a_file_is_told(
     assert_one_sentence(said, f"{tmp_path / 'run'}: ", "choose another --run")
 
 
+@pytest.mark.heavy
 def test_a_full_disk_is_told_and_the_checkpoint_before_is_whole(
     experiment: Path, tmp_path: Path, compiled_code: Path, train_here
 ) -> None:

@@ -115,15 +115,18 @@ def some(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(folder, 8, [*others, *spelled(SOME, 4)])
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("shape", SOME)
 def test_a_mesh_trains_as_one_device(some, shape):
     assert_same_run(np.load(some / f"{name_of(shape, 4)}.npz"), np.load(some / "one.npz"))
 
 
+@pytest.mark.heavy
 def test_passed_on_ring_by_ring_weights_and_gradients_are_the_same(some):
     assert_same_run(np.load(some / "rings.npz"), np.load(some / "one.npz"))
 
 
+@pytest.mark.heavy
 def test_one_device_that_takes_row_by_row_moves_the_norms_of_queries_and_keys_as_far(some):
     moved = distances(np.load(some / "cut.npz"), np.load(some / "one.npz"), "gradient")
     assert GRADIENTS < max(d for name, d in moved.items() if is_qk_norm(name)) < QK_NORMS

@@ -166,6 +166,7 @@ def test_padding_hides_nothing_from_the_others_and_leaves_no_nan(model):
     assert (padded[1, :5] - alone[:5]).abs().max() < 1e-5
 
 
+@pytest.mark.heavy
 def test_in_bfloat16_it_is_as_near_to_float32_as_ours(exported, params, model):
     tokens = torch.tensor([PROMPT])
     in_bfloat16 = load(exported, dtype=torch.bfloat16)
