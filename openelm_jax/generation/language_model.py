@@ -20,6 +20,7 @@ from openelm_jax.generation import engine
 from openelm_jax.generation.forward import apply, decoding_params, placed
 from openelm_jax.generation.placement import decoding_mesh, divided
 from openelm_jax.generation.sampling import Sampling
+from openelm_jax.generation.scoring import Report, Request, Scored, score
 from openelm_jax.generation.speculative import (
     Draft,
     PromptLookup,
@@ -97,6 +98,28 @@ class LanguageModel:
         """Return the float32 logits [B, T, V] of the token after each of `tokens_BT`."""
         tokens_BT = np.asarray(tokens_BT, np.int32)
         return np.asarray(_logits(self.config, self.dtype, self.params, tokens_BT))
+
+    def score(
+        self,
+        requests: Sequence[Request],
+        *,
+        batch_tokens: int | None = None,
+        report: Report | None = None,
+    ) -> list[Scored]:
+        """Return how likely each continuation is after its context; see `scoring.score`.
+
+        Ids that the tokenizer does not have count for nothing.
+        """
+        known = self.config.vocab_size if self.tokenizer is None else self.tokenizer.vocab_size
+        return score(
+            self.config,
+            self.params,
+            self.dtype,
+            requests,
+            vocab_size=known,
+            batch_tokens=batch_tokens,
+            report=report,
+        )
 
     def generate(
         self,

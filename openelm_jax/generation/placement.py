@@ -26,7 +26,7 @@ MADE_OF_MODEL_DIM = ("out", "down")
 
 def decoding_mesh(replica: int, tensor: int) -> Mesh:
     """Return the mesh of the first replica x tensor devices; UserError if there are fewer."""
-    devices = jax.devices()
+    devices = jax.local_devices()
     if min(replica, tensor) < 1 or replica * tensor > len(devices):
         raise UserError(
             f"mesh replica {replica} x tensor {tensor} makes {replica * tensor} devices, and there "
