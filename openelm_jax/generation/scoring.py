@@ -187,8 +187,9 @@ def _cuts(lengths: np.ndarray, shared: np.ndarray) -> list[tuple[int, int]]:
         return []
     most = max(LONGEST_SHARED, int(lengths.max()))
     padded = np.array([row_length(max(tokens, 1)) for tokens in range(most + 1)], float)
-    cost = padded * (1 + padded / ATTENTION_FREE)
-    cost[LONGEST_SHARED + 1 :] = np.inf
+    alone = padded * (1 + padded / ATTENTION_FREE)
+    together = np.append(alone, np.inf)
+    together[LONGEST_SHARED + 1 :] = np.inf
     before = np.concatenate([[0], np.cumsum(lengths - shared)])
     # tokens of a row from i to j: before[j] + again[i]
     again = shared - before[:-1]
@@ -198,9 +199,8 @@ def _cuts(lengths: np.ndarray, shared: np.ndarray) -> list[tuple[int, int]]:
         first = int(np.searchsorted(before[:stop], before[stop] - LONGEST_SHARED))
         first = min(first, stop - 1)
         tokens = before[stop] + again[first:stop]
-        total = least[first:stop] + cost[np.minimum(tokens, most)]
-        alone = padded[lengths[stop - 1]]
-        total[-1] = least[stop - 1] + alone * (1 + alone / ATTENTION_FREE)
+        total = least[first:stop] + together[np.minimum(tokens, most + 1)]
+        total[-1] = least[stop - 1] + alone[lengths[stop - 1]]
         chosen = int(total.argmin())
         least[stop], begins[stop] = total[chosen], first + chosen
     cuts = []
