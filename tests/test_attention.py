@@ -13,7 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from openelm_jax.model.attention import attend, causal_attend, positions_in, segments_of
+from openelm_jax.model.attention import (
+    attend,
+    attend_slots,
+    causal_attend,
+    positions_in,
+    segments_of,
+)
 
 CASES = [((4, 4), 7), ((4, 2), 7), ((4, 1), 7), ((4, 2), 1)]
 """((query heads, kv heads), tokens): groups of 1, 2 and 4; a single token."""
@@ -118,14 +124,15 @@ def test_nothing_as_large_as_time_squared_waits_for_the_backward_pass():
 
 
 def test_positions_choose_what_a_query_sees():
-    """Given 0..T-1 they mean what leaving them out means; a later position sees more slots."""
+    """At 0..T-1 slots are what tokens are; a later position sees more of them."""
     query, key, value, _ = draw(7, (4, 2))
+    slots = key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)
     positions_BT = jnp.broadcast_to(jnp.arange(7), (2, 7))
 
     whole = attend(query, key, value)
 
-    np.testing.assert_allclose(attend(query, key, value, positions_BT), whole, atol=2e-6)
-    last = attend(query[:, 4:5], key, value, positions_BT[:, 4:5])
+    np.testing.assert_allclose(attend_slots(query, *slots, positions_BT), whole, atol=2e-6)
+    last = attend_slots(query[:, 4:5], *slots, positions_BT[:, 4:5])
     np.testing.assert_allclose(last, whole[:, 4:5], atol=2e-6)
 
 

@@ -208,7 +208,7 @@ def test_bfloat16_decodes_with_a_bfloat16_cache():
         lambda: engine._prefill(
             CONFIG,
             "bfloat16",
-            16,
+            24,
             None,
             PARAMS,
             np.zeros((1, 16), np.int32),
@@ -217,7 +217,7 @@ def test_bfloat16_decodes_with_a_bfloat16_cache():
     )
     assert {x.dtype for x in jax.tree.leaves(state.cache)} == {jnp.dtype("bfloat16")}
     # 32 and 64 wide keys: as many heads as the layer has.
-    assert [layer.key_BSKH.shape for layer in state.cache] == [(1, 16, 1, 16), (1, 16, 2, 16)]
+    assert [layer.key_BKSH.shape for layer in state.cache] == [(1, 1, 24, 16), (1, 2, 24, 16)]
 
 
 @pytest.mark.parametrize(("dtype", "highest"), [("float32", True), ("bfloat16", False)])
@@ -233,7 +233,7 @@ def test_float32_products_are_not_left_to_the_accelerators_default(dtype, highes
 
 @pytest.mark.parametrize(
     ("length", "padded"),
-    [(1, 16), (16, 16), (17, 24), (25, 32), (33, 48), (49, 64), (129, 192), (200, 256), (257, 512)],
+    [(1, 16), (16, 16), (17, 24), (33, 40), (57, 64), (65, 96), (129, 160), (225, 256), (257, 512)],
 )
 def test_lengths_are_padded_to_few_buckets(length, padded):
     assert engine.bucket(length) == padded

@@ -169,15 +169,12 @@ def stream(
 
 
 def bucket(length: int) -> int:
-    """Return the padded length: 16, 24, 32, 48, 64, ... 256, then multiples of 256.
+    """Return the padded length: multiples of 8 from 16 to 64, of 32 to 256, then of 256.
 
-    Powers of two and the middles between them: few enough to compile, and at most half as many
-    tokens again to compute.
+    Few enough to compile, with little more to compute than there is.
     """
-    if length > 256:
-        return -(-length // 256) * 256
-    power = max(16, 1 << (length - 1).bit_length())
-    return power * 3 // 4 if 16 < length <= power * 3 // 4 else power
+    step = 8 if length <= 64 else 32 if length <= 256 else 256
+    return max(16, -(-length // step) * step)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3))

@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None], jax.Array]
+Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None], jax.Array]
+"""What a decoder attends with; `attend` says what it computes."""
 Segments = tuple[jax.Array, jax.Array]
 """Number of each query's document [B, T], and of each key's [B, S]."""
 CausalAttend = Callable[
@@ -29,24 +30,32 @@ remat policy that keeps both computes no attention again."""
 
 def attend(
     query_BTNH: jax.Array,
-    key_BSKH: jax.Array,
-    value_BSKH: jax.Array,
-    positions_BT: jax.Array | None = None,
+    key_BTKH: jax.Array,
+    value_BTKH: jax.Array,
     segments_BT: jax.Array | None = None,
 ) -> jax.Array:
-    """Return softmax(q k^T / sqrt(H)) v [B, T, N, H]; query head j reads kv head j * K // N.
+    """Return softmax(q k^T / sqrt(H)) v [B, T, N, H] of T tokens that see those up to themselves.
 
-    Without `positions_BT` the queries and keys are the same T tokens, and the gradient keeps no
-    [T, T] matrix; a query sees no token of another number in `segments_BT`, where that is given.
-    With positions, keys stand in slots 0..S-1 and a query at position p sees the slots up to p.
-    The softmax is float32.
+    Query head j reads kv head j * K // N. A query sees no token of another number in `segments_BT`,
+    where that is given. The softmax is float32, and the gradient keeps no [T, T] matrix.
     """
-    if positions_BT is None:
-        segments = None if segments_BT is None else (segments_BT, segments_BT)
-        return causal_attend(query_BTNH, key_BSKH, value_BSKH, segments)
-    assert segments_BT is None, "slots have no segments"
-    visible_BTS = jnp.arange(key_BSKH.shape[1]) <= positions_BT[:, :, None]
-    return jax.nn.dot_product_attention(query_BTNH, key_BSKH, value_BSKH, mask=visible_BTS[:, None])
+    segments = None if segments_BT is None else (segments_BT, segments_BT)
+    return causal_attend(query_BTNH, key_BTKH, value_BTKH, segments)
+
+
+def attend_slots(
+    query_BTNH: jax.Array, key_BKSH: jax.Array, value_BKSH: jax.Array, positions_BT: jax.Array
+) -> jax.Array:
+    """Return what `attend` does of keys in slots: a query at position p sees slots 0 to p."""
+    num_tokens, num_heads = query_BTNH.shape[1:3]
+    num_kv_heads, num_slots, head_dim = key_BKSH.shape[1:]
+    query_BKRH = _fold(query_BTNH, num_kv_heads)
+    scores_BKRS = _product("BKRH,BKSH->BKRS", query_BKRH, key_BKSH) * head_dim**-0.5
+    positions_BR = jnp.tile(positions_BT, (1, num_heads // num_kv_heads))
+    visible_BRS = jnp.arange(num_slots) <= positions_BR[:, :, None]
+    weights_BKRS = jax.nn.softmax(jnp.where(visible_BRS[:, None], scores_BKRS, -jnp.inf))
+    mixed_BKRH = _product("BKRS,BKSH->BKRH", weights_BKRS.astype(value_BKSH.dtype), value_BKSH)
+    return _unfold(mixed_BKRH.astype(query_BTNH.dtype), num_tokens)
 
 
 def causal_attend(

@@ -15,10 +15,13 @@ from openelm_jax.model.scaling import layer_shapes
 
 
 class LayerCache(NamedTuple):
-    """Rotated keys and values of one layer; slot s of a row holds its token at position s."""
+    """Rotated keys and values of one layer; slot s of a row holds its token at position s.
 
-    key_BSKH: jax.Array
-    value_BSKH: jax.Array
+    A head's slots stand together, as its products read them.
+    """
+
+    key_BKSH: jax.Array
+    value_BKSH: jax.Array
 
 
 Cache = tuple[LayerCache, ...]
@@ -30,7 +33,7 @@ def init_cache(
     """Return an empty cache for `batch_size` rows of at most `length` tokens."""
 
     def layer(num_kv_heads: int) -> LayerCache:
-        shape = (batch_size, length, num_kv_heads, config.head_dim)
+        shape = (batch_size, num_kv_heads, length, config.head_dim)
         return LayerCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
     return tuple(layer(shape.num_kv_heads) for shape in layer_shapes(config))
@@ -46,6 +49,8 @@ def write_cache(
     """
     rows_B1 = jnp.arange(positions_BT.shape[0])[:, None]
     return LayerCache(
-        cache.key_BSKH.at[rows_B1, positions_BT].set(key_BTKH.astype(cache.key_BSKH.dtype)),
-        cache.value_BSKH.at[rows_B1, positions_BT].set(value_BTKH.astype(cache.value_BSKH.dtype)),
+        cache.key_BKSH.at[rows_B1, :, positions_BT].set(key_BTKH.astype(cache.key_BKSH.dtype)),
+        cache.value_BKSH.at[rows_B1, :, positions_BT].set(
+            value_BTKH.astype(cache.value_BKSH.dtype)
+        ),
     )

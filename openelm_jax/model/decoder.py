@@ -20,7 +20,15 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from openelm_jax.config import ModelConfig
-from openelm_jax.model.attention import Attend, Turns, attend, positions_in, rotate, turns
+from openelm_jax.model.attention import (
+    Attend,
+    Turns,
+    attend,
+    attend_slots,
+    positions_in,
+    rotate,
+    turns,
+)
 from openelm_jax.model.cache import Cache, LayerCache, write_cache
 from openelm_jax.model.matrix import FORMS, Matrix, product, rows_of
 from openelm_jax.model.scaling import LayerShape, layer_shapes
@@ -155,13 +163,14 @@ class Attention(nn.Module):
         query_BTNH, key_BTKH = rotate(query_BTNH, turns), rotate(key_BTKH, turns)
 
         if cache is None:
-            mixed_BTNH = self.attend(query_BTNH, key_BTKH, value_BTKH, None, segments_BT)
+            mixed_BTNH = self.attend(query_BTNH, key_BTKH, value_BTKH, segments_BT)
         else:
             assert positions_BT is not None, "a cache needs positions"
+            assert segments_BT is None, "slots have no segments"
             cache = write_cache(cache, key_BTKH, value_BTKH, positions_BT)
-            key_BSKH = cache.key_BSKH.astype(x_BTD.dtype)
-            value_BSKH = cache.value_BSKH.astype(x_BTD.dtype)
-            mixed_BTNH = self.attend(query_BTNH, key_BSKH, value_BSKH, positions_BT, segments_BT)
+            key_BKSH = cache.key_BKSH.astype(x_BTD.dtype)
+            value_BKSH = cache.value_BKSH.astype(x_BTD.dtype)
+            mixed_BTNH = attend_slots(query_BTNH, key_BKSH, value_BKSH, positions_BT)
         mixed_BTE = mixed_BTNH.reshape(*x_BTD.shape[:2], shape.query_dim)
         projected_BTD = multiply(mixed_BTE, self._gathered(out, "out", x_BTD.dtype))
         return self.collectives.leave(projected_BTD, path), cache

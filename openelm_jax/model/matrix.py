@@ -4,12 +4,13 @@ A token reads every weight once, so decoding is as fast as memory is read, and f
 to read. The products are written as XLA makes them fast on the platform: its CPU compiler turns
 most products of one vector with a matrix that is not float32 into scalar loops.
 
-Legend: R rows of activations, I inputs, O outputs, G groups of inputs, E inputs of a group, H half
-of E.
+Legend: R rows of activations, I inputs, O outputs, P parts of the outputs and o outputs of a part,
+G groups of inputs, E inputs of a group, H half of E.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Literal, NamedTuple
 
 import jax
@@ -18,6 +19,8 @@ import numpy as np
 
 GROUP_SIZE = 64
 """Inputs that share a scale in four bits."""
+PARTS = 8
+"""Of a matrix, among which a CPU's threads divide the outputs of one row of activations."""
 MOST_VECTORS = 8
 """Rows that a CPU multiplies one by one with eight bits; widening the matrix pays for more."""
 
@@ -104,7 +107,9 @@ def _anywhere(x_RI: jax.Array, matrix: Matrix) -> jax.Array:
 
 def _on_cpu(x_RI: jax.Array, matrix: Matrix) -> jax.Array:
     match matrix:
-        case Dense(weight_OI) if weight_OI.dtype != jnp.float32 and len(x_RI) == 1:
+        case Dense(weight_OI) if len(x_RI) == 1 and weight_OI.dtype == jnp.float32:
+            return _parts(x_RI, weight_OI)
+        case Dense(weight_OI) if len(x_RI) == 1:
             return _vectors(x_RI, weight_OI)
         case Int8(levels_OI, scale_O1) if len(x_RI) <= MOST_VECTORS:
             return _vectors(x_RI, levels_OI) * scale_O1[:, 0]
@@ -115,6 +120,14 @@ def _on_cpu(x_RI: jax.Array, matrix: Matrix) -> jax.Array:
 
 def _dot(x_RI: jax.Array, weight_OI: jax.Array) -> jax.Array:
     return jnp.einsum("RI,OI->RO", x_RI, weight_OI, preferred_element_type=jnp.float32)
+
+
+def _parts(x_1I: jax.Array, weight_OI: jax.Array) -> jax.Array:
+    """Multiply by parts of the matrix: one product of a vector would be a single thread's work."""
+    num_parts = math.gcd(PARTS, len(weight_OI))
+    weight_PoI = weight_OI.reshape(num_parts, -1, weight_OI.shape[1])
+    x_P1I = jnp.broadcast_to(x_1I, (num_parts, *x_1I.shape))
+    return jnp.einsum("PRI,PoI->PRo", x_P1I, weight_PoI).reshape(1, -1)
 
 
 def _vectors(x_RI: jax.Array, weight_OI: jax.Array) -> jax.Array:

@@ -117,8 +117,7 @@ def over_context(kernel: CausalAttend, axis: str = "context", size: int = 1) -> 
     meets on one device; their gradients are summed in float32.
     """
 
-    def attend(query_BTNH, key_BTKH, value_BTKH, positions_BT=None, segments_BT=None):
-        assert positions_BT is None, "slots of a cache are not sharded"
+    def attend(query_BTNH, key_BTKH, value_BTKH, segments_BT=None):
         if size == 1:
             segments = None if segments_BT is None else (segments_BT, segments_BT)
             return kernel(query_BTNH, key_BTKH, value_BTKH, segments, 0)

@@ -55,14 +55,14 @@ def make_attend(config: ModelConfig, layout: Layout, kernel: CausalAttend) -> At
     """Return the decoder's attention: over the context axis, for the heads of this device."""
     attend = over_context(kernel, "context", layout.mesh.context)
 
-    def attend_own_heads(query_BTNH, key_BTKH, value_BTKH, positions_BT, segments_BT):
+    def attend_own_heads(query_BTNH, key_BTKH, value_BTKH, segments_BT):
         num_query_heads = query_BTNH.shape[2]
         if num_query_heads != key_BTKH.shape[2] * config.num_gqa_groups:
             # The key/value heads of all queries: take those of the queries that are here.
             first = jax.lax.axis_index("tensor") * num_query_heads
             of_query_N = (first + jnp.arange(num_query_heads)) // config.num_gqa_groups
             key_BTKH, value_BTKH = (_heads(x, of_query_N) for x in (key_BTKH, value_BTKH))
-        return attend(query_BTNH, key_BTKH, value_BTKH, positions_BT, segments_BT)
+        return attend(query_BTNH, key_BTKH, value_BTKH, segments_BT)
 
     return attend_own_heads
 
