@@ -48,6 +48,15 @@ SUBJECTS = {
         python -m openelm_jax.benchmark norms --backend jax --dtype float32,bfloat16 --json
         """,
     ),
+    "evaluate": (
+        "How fast the requests of tasks are scored, by us and by lm-evaluation-harness' own\n"
+        "backend hf with the same float32 weights on this machine's CPU, by turns; and whether\n"
+        "both find the same.",
+        """
+        python -m openelm_jax.benchmark evaluate --size 270m --tokenizer FILE --tasks piqa
+        python -m openelm_jax.benchmark evaluate --from runs/tiny --data DIR --tasks hellaswag,mmlu
+        """,
+    ),
     "accelerator": (
         "The published models on this machine's first GPU or TPU, in ten minutes: kernels against\n"
         "the portable one, decoding, norms, largest batch, speed, memory, compiling, saving.\n"
@@ -81,6 +90,7 @@ def main(argv: list[str]) -> None:
         alone = {
             "generate": _measure_generation,
             "norms": _measure_norms,
+            "evaluate": _measure_evaluation,
             "accelerator": _measure_accelerator,
         }
         alone[subject](arguments)
@@ -161,6 +171,29 @@ def _measure_norms(arguments: argparse.Namespace) -> None:
         print(format_norms(machine, commit(), rows, below))
 
 
+def _measure_evaluation(arguments: argparse.Namespace) -> None:
+    from openelm_jax.benchmarks.evaluation import measure_evaluation
+    from openelm_jax.benchmarks.report import commit, describe_machine, format_figures
+
+    machine = describe_machine(("jax", "jaxlib", "numpy", "torch", "transformers", "lm-eval"))
+    figures = measure_evaluation(
+        arguments.where,
+        arguments.size,
+        arguments.tasks.split(","),
+        None if arguments.data is None else Path(arguments.data),
+        shots=arguments.shots,
+        limit=arguments.limit,
+        rounds=arguments.rounds,
+        tokenizer=arguments.tokenizer,
+        say=_say,
+    )
+    if arguments.json:
+        plain = [dataclasses.asdict(figure) for figure in figures]
+        print(json.dumps({"machine": machine, "commit": commit(), "figures": plain}))
+    else:
+        print(format_figures(machine, figures))
+
+
 def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
@@ -187,6 +220,7 @@ def _parse(argv: list[str]) -> tuple[str, argparse.Namespace, Experiment | None]
     without_experiment = {
         "generate": _add_generation_flags,
         "norms": _add_norms_flags,
+        "evaluate": _add_evaluation_flags,
         "accelerator": _add_accelerator_flags,
     }
     if argv and argv[0] in without_experiment:
@@ -270,6 +304,31 @@ def _add_norms_flags(parser: argparse.ArgumentParser) -> None:
     )
     _add_new_tokens(parser, 256)
     _add_rounds(parser, 5)
+
+
+def _add_evaluation_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--from", dest="where", metavar="WHERE", help="weights of any kind (random ones)"
+    )
+    parser.add_argument(
+        "--size",
+        choices=GENERATION_SIZES,
+        default="270m",
+        metavar="SIZE",
+        help=f"of random weights: {', '.join(GENERATION_SIZES)} (270m)",
+    )
+    parser.add_argument("--tokenizer", metavar="FILE", help="SentencePiece model")
+    parser.add_argument(
+        "--tasks", default="piqa,hellaswag,arc_easy,winogrande", metavar="A,B", help="of lm-eval"
+    )
+    parser.add_argument(
+        "--data", metavar="DIR", help="a folder of data sets laid out like the Hub (the Hub)"
+    )
+    parser.add_argument("--shots", type=int, metavar="N", help="examples before each item")
+    parser.add_argument(
+        "--limit", type=int, default=100, metavar="N", help="items of each task (100)"
+    )
+    _add_rounds(parser, 3)
 
 
 def _add_new_tokens(parser: argparse.ArgumentParser, default: int) -> None:

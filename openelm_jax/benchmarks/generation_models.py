@@ -18,6 +18,7 @@ from openelm_jax.config import DType, ModelConfig
 from openelm_jax.errors import UserError
 from openelm_jax.experiment_file import load_experiment
 from openelm_jax.model.scaling import layer_shapes, parameter_count
+from openelm_jax.tokenizer import Tokenizer
 from openelm_jax.weights.huggingface import write_huggingface
 from openelm_jax.weights.names import ParamPath, named_weights
 from openelm_jax.weights.stored import StoredWeights
@@ -79,7 +80,9 @@ def cost_of(config: ModelConfig) -> Cost:
     return Cost(parameters, parameters - table, cache)
 
 
-def write_random(directory: Path, config: ModelConfig, dtype: DType) -> None:
+def write_random(
+    directory: Path, config: ModelConfig, dtype: DType, tokenizer: Tokenizer | None = None
+) -> None:
     """Write a model with random weights, the same every time, as a Hugging Face directory.
 
     Matrices are drawn with a standard deviation of one over the root of `model_dim`; norms are 1.
@@ -94,7 +97,7 @@ def write_random(directory: Path, config: ModelConfig, dtype: DType) -> None:
         return random.standard_normal(shape, np.float32) * np.float32(config.model_dim**-0.5)
 
     directory.mkdir(parents=True)
-    stored = StoredWeights(config=config, read=read, source="random weights")
+    stored = StoredWeights(config=config, read=read, source="random weights", tokenizer=tokenizer)
     write_huggingface(directory, stored, dtype=dtype)
 
 

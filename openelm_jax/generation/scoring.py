@@ -378,10 +378,9 @@ def _attend_to_path(
     query_BTNH: jax.Array,
     key_BSKH: jax.Array,
     value_BSKH: jax.Array,
-    *rest: jax.Array | None,
+    end_BS: jax.Array | None = None,
 ) -> jax.Array:
     """Return attention [B, T, N, H] in which slot t sees slot s where s <= t < `end_BS`[s]."""
-    end_BS = rest[-1]
     assert end_BS is not None
     batch, length, num_heads, head_dim = query_BTNH.shape
     num_kv_heads = key_BSKH.shape[2]
