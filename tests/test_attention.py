@@ -126,7 +126,7 @@ def test_nothing_as_large_as_time_squared_waits_for_the_backward_pass():
 def test_positions_choose_what_a_query_sees():
     """At 0..T-1 slots are what tokens are; a later position sees more of them."""
     query, key, value, _ = draw(7, (4, 2))
-    slots = key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)
+    slots = [x.transpose(0, 2, 1, 3).reshape(4, 7, -1) for x in (key, value)]
     positions_BT = jnp.broadcast_to(jnp.arange(7), (2, 7))
 
     whole = attend(query, key, value)

@@ -217,7 +217,7 @@ def test_bfloat16_decodes_with_a_bfloat16_cache():
     )
     assert {x.dtype for x in jax.tree.leaves(state.cache)} == {jnp.dtype("bfloat16")}
     # 32 and 64 wide keys: as many heads as the layer has.
-    assert [layer.key_BKSH.shape for layer in state.cache] == [(1, 1, 24, 16), (1, 2, 24, 16)]
+    assert [layer.key_MSH.shape for layer in state.cache] == [(1, 24, 16), (2, 24, 16)]
 
 
 @pytest.mark.parametrize(("dtype", "highest"), [("float32", True), ("bfloat16", False)])

@@ -1,7 +1,7 @@
 """Causal grouped-query attention and the rotary embedding.
 
 Legend: B batch, T time, S keys' length, N query heads, K kv heads, R queries of a kv head
-(N / K times T), H head dim, h half of it.
+(N / K times T), M kv heads of all rows (B times K), H head dim, h half of it.
 """
 
 from __future__ import annotations
@@ -44,18 +44,21 @@ def attend(
 
 
 def attend_slots(
-    query_BTNH: jax.Array, key_BKSH: jax.Array, value_BKSH: jax.Array, positions_BT: jax.Array
+    query_BTNH: jax.Array, key_MSH: jax.Array, value_MSH: jax.Array, positions_BT: jax.Array
 ) -> jax.Array:
     """Return what `attend` does of keys in slots: a query at position p sees slots 0 to p."""
-    num_tokens, num_heads = query_BTNH.shape[1:3]
-    num_kv_heads, num_slots, head_dim = key_BKSH.shape[1:]
+    batch_size, num_tokens, num_heads, head_dim = query_BTNH.shape
+    num_kv_heads = len(key_MSH) // batch_size
     query_BKRH = _fold(query_BTNH, num_kv_heads)
-    scores_BKRS = _product("BKRH,BKSH->BKRS", query_BKRH, key_BKSH) * head_dim**-0.5
+    query_MRH = query_BKRH.reshape(len(key_MSH), -1, head_dim)
+    scores_MRS = _product("MRH,MSH->MRS", query_MRH, key_MSH) * head_dim**-0.5
     positions_BR = jnp.tile(positions_BT, (1, num_heads // num_kv_heads))
-    visible_BRS = jnp.arange(num_slots) <= positions_BR[:, :, None]
-    weights_BKRS = jax.nn.softmax(jnp.where(visible_BRS[:, None], scores_BKRS, -jnp.inf))
-    mixed_BKRH = _product("BKRS,BKSH->BKRH", weights_BKRS.astype(value_BKSH.dtype), value_BKSH)
-    return _unfold(mixed_BKRH.astype(query_BTNH.dtype), num_tokens)
+    visible_BRS = jnp.arange(key_MSH.shape[1]) <= positions_BR[:, :, None]
+    visible_MRS = jnp.repeat(visible_BRS, num_kv_heads, axis=0)
+    weights_MRS = jax.nn.softmax(jnp.where(visible_MRS, scores_MRS, -jnp.inf))
+    mixed_MRH = _product("MRS,MSH->MRH", weights_MRS.astype(value_MSH.dtype), value_MSH)
+    mixed_BKRH = mixed_MRH.reshape(query_BKRH.shape).astype(query_BTNH.dtype)
+    return _unfold(mixed_BKRH, num_tokens)
 
 
 def causal_attend(

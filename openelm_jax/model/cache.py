@@ -1,6 +1,6 @@
 """The key/value cache: static, and as wide in each layer as that layer's key/value heads.
 
-Legend: B batch, T time, S cache length, K kv heads, H head dim.
+Legend: B batch, T time, S cache length, K kv heads, H head dim, M kv heads of all rows (B times K).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class LayerCache(NamedTuple):
     A head's slots stand together, as its products read them.
     """
 
-    key_BKSH: jax.Array
-    value_BKSH: jax.Array
+    key_MSH: jax.Array
+    value_MSH: jax.Array
 
 
 Cache = tuple[LayerCache, ...]
@@ -33,7 +33,7 @@ def init_cache(
     """Return an empty cache for `batch_size` rows of at most `length` tokens."""
 
     def layer(num_kv_heads: int) -> LayerCache:
-        shape = (batch_size, num_kv_heads, length, config.head_dim)
+        shape = (batch_size * num_kv_heads, length, config.head_dim)
         return LayerCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
     return tuple(layer(shape.num_kv_heads) for shape in layer_shapes(config))
@@ -47,10 +47,12 @@ def write_cache(
     Rows may stand at different positions. What padding behind a row's prompt writes is never seen:
     a query looks at slots up to its own position, and its row has rewritten each of them by then.
     """
-    rows_B1 = jnp.arange(positions_BT.shape[0])[:, None]
-    return LayerCache(
-        cache.key_BKSH.at[rows_B1, :, positions_BT].set(key_BTKH.astype(cache.key_BKSH.dtype)),
-        cache.value_BKSH.at[rows_B1, :, positions_BT].set(
-            value_BTKH.astype(cache.value_BKSH.dtype)
-        ),
-    )
+    batch_size = positions_BT.shape[0]
+    rows_B1 = jnp.arange(batch_size)[:, None]
+
+    def write(cache_MSH: jax.Array, new_BTKH: jax.Array) -> jax.Array:
+        cache_BKSH = cache_MSH.reshape(batch_size, -1, *cache_MSH.shape[1:])
+        written_BKSH = cache_BKSH.at[rows_B1, :, positions_BT].set(new_BTKH.astype(cache_MSH.dtype))
+        return written_BKSH.reshape(cache_MSH.shape)
+
+    return LayerCache(write(cache.key_MSH, key_BTKH), write(cache.value_MSH, value_BTKH))

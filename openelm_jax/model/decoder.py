@@ -168,9 +168,9 @@ class Attention(nn.Module):
             assert positions_BT is not None, "a cache needs positions"
             assert segments_BT is None, "slots have no segments"
             cache = write_cache(cache, key_BTKH, value_BTKH, positions_BT)
-            key_BKSH = cache.key_BKSH.astype(x_BTD.dtype)
-            value_BKSH = cache.value_BKSH.astype(x_BTD.dtype)
-            mixed_BTNH = attend_slots(query_BTNH, key_BKSH, value_BKSH, positions_BT)
+            key_MSH = cache.key_MSH.astype(x_BTD.dtype)
+            value_MSH = cache.value_MSH.astype(x_BTD.dtype)
+            mixed_BTNH = attend_slots(query_BTNH, key_MSH, value_MSH, positions_BT)
         mixed_BTE = mixed_BTNH.reshape(*x_BTD.shape[:2], shape.query_dim)
         projected_BTD = multiply(mixed_BTE, self._gathered(out, "out", x_BTD.dtype))
         return self.collectives.leave(projected_BTD, path), cache

@@ -58,7 +58,7 @@ def gathered(params: Params) -> int:
     request = engine.Request(*rows, *np.int32([40, 2, 8]), np.uint32(0), *np.float32([0, 0, 1, 1]))
     tokens_BT, request = engine.divide_rows((np.ones((4, 16), np.int32), request), mesh)
     state = engine._prefill(CONFIG, "float32", 24, mesh, params, tokens_BT, request)
-    assert state.cache[0].key_BKSH.sharding.spec[0] == "replica"
+    assert state.cache[0].key_MSH.sharding.spec[0] == "replica"
     program = engine._decode.lower(CONFIG, "float32", params, state, request, np.int32(8))
     shapes = re.findall(r"= \w+\[([\d,]*)\]\S* all-gather\(", program.compile().as_text())
     return max(int(np.prod([int(n) for n in shape.split(",") if n])) for shape in shapes)
