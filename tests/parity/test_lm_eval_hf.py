@@ -10,8 +10,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
-from hub_folder import write_tasks
+from hub_folder import write_set, write_tasks
 from huggingface_directories import write_huggingface
 from small_models import random_params, tiny
 
@@ -26,6 +27,7 @@ lm_eval = pytest.importorskip("lm_eval")
 
 TOKENIZER = Path(__file__).parent.parent / "data" / "tokenizer-mistral-v1" / "tokenizer.model"
 LARGEST_DIFFERENCE = 1e-3
+WINDOW = 256
 NAMES = (
     *("piqa", "hellaswag", "arc_easy", "arc_challenge", "winogrande"),
     *("truthfulqa_mc2", "crows_pairs_english", "mmlu"),
@@ -117,6 +119,126 @@ def compare(ours, theirs) -> dict[str, tuple[int, float]]:
                 )
                 assert same, (task, name, value, expected)
     return found
+
+
+LONG = "The committee met on Tuesday and agreed, after some debate, to meet again. " * 24
+PAIRS = [
+    ("Question: What is water made of?\nAnswer:", " Hydrogen and oxygen"),
+    ("Question: What is water made of?\nAnswer:", " Sand"),
+    ("Question: What is water made of?\nAnswer: ", "Sand"),
+    ("Question: What is water made of?\nAnswer:", " A"),
+    ("Question: What is water made of?\nAnswer:", " B"),
+    ("", "He said that most people do not know it."),
+    ("", "He said that most people do know it."),
+    ("It was  ", " so  late"),
+    ("Numbers 1234", "5 and €, 漢字, \t tab\n"),
+    (LONG, " This is the end."),
+    ("Then", " " + LONG[: 75 * 12]),
+]
+
+
+def test_log_likelihoods_of_unusual_texts(ours, theirs, monkeypatch):
+    from lm_eval.api.instance import Instance
+
+    monkeypatch.setattr(ours, "max_length", WINDOW)
+    monkeypatch.setattr(theirs, "_max_length", WINDOW)
+
+    requests = [Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(PAIRS)]
+    assert len(theirs.tok_encode(LONG)) > WINDOW > len(theirs.tok_encode(PAIRS[-1][1])) > 128
+    expected = theirs.loglikelihood(requests, disable_tqdm=True)
+    found = ours.loglikelihood(requests, disable_tqdm=True)
+
+    for pair, our, their in zip(PAIRS, found, expected, strict=True):
+        assert abs(our[0] - their[0]) < LARGEST_DIFFERENCE, pair
+        assert our[1] == their[1], pair
+    # And of what the model would say itself, whose flag is set.
+    likeliest = ours.generate_until(
+        [Instance("generate_until", {}, (PAIRS[0][0], {"until": [], "max_gen_toks": 3}), 0)],
+        disable_tqdm=True,
+    )[0]
+    said = [Instance("loglikelihood", {}, (PAIRS[0][0], likeliest), 0)]
+    their_flag, our_flag = (
+        model.loglikelihood(said, disable_tqdm=True)[0][1] for model in (theirs, ours)
+    )
+    assert their_flag == our_flag
+
+
+def test_rolling_log_likelihoods_of_one_two_and_more_windows(ours, exported):
+    """Theirs without <s> before the text, which they would score as its first token."""
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    theirs = HFLM(
+        pretrained=str(exported),
+        trust_remote_code=True,
+        dtype="float32",
+        device="cpu",
+        batch_size=2,
+        max_length=64,
+        add_bos_token=False,
+    )
+    model = harness_model(load(exported), max_length=64)
+    texts = [LONG[:200], LONG[:570], LONG[:1000]]
+    windows = [len(theirs.tok_encode(text)) / 64 for text in texts]
+    assert windows[0] <= 1 < windows[1] <= 2 < 3 < windows[2]
+    requests = [Instance("loglikelihood_rolling", {}, (text,), i) for i, text in enumerate(texts)]
+    np.testing.assert_allclose(
+        model.loglikelihood_rolling(requests, disable_tqdm=True),
+        theirs.loglikelihood_rolling(requests, disable_tqdm=True),
+        atol=LARGEST_DIFFERENCE,
+        rtol=0,
+    )
+
+
+def test_greedy_texts_up_to_a_stop_string(ours, theirs):
+    from lm_eval.api.instance import Instance
+
+    how = {"until": ["\n\n"], "max_gen_toks": 12, "do_sample": False}
+    requests = [
+        Instance("generate_until", {}, (context, how), i)
+        for i, context in enumerate(["The state of the Union", "A", "One two three four"])
+    ]
+    assert ours.generate_until(requests, disable_tqdm=True) == theirs.generate_until(
+        requests, disable_tqdm=True
+    )
+
+
+@pytest.mark.heavy
+def test_tasks_whose_rows_are_written_here(ours, theirs, tmp_path, monkeypatch):
+    """BoolQ with its passages, SciQ and RACE, in the Hub's columns."""
+    passages = [LONG[: 75 * n] for n in range(1, 9)]
+    boolq = [
+        {"passage": passage, "question": f"did they meet on day {i}", "idx": i, "label": i % 2}
+        for i, passage in enumerate(passages)
+    ]
+    sciq = [
+        {
+            "support": passage,
+            "question": f"How many times ({i})?",
+            "correct_answer": "twice",
+            **{f"distractor{k}": f"{k} times" for k in (1, 2, 3)},
+        }
+        for i, passage in enumerate(passages)
+    ]
+    problems = [
+        {"question": "They met on _ .", "answer": "A", "options": ["Tuesday", "Monday", "x", "y"]},
+        {"question": "Who met?", "answer": "C", "options": ["men", "dogs", "a committee", "y"]},
+    ]
+    race = [{"article": passage, "problems": str(problems)} for passage in passages]
+    for name, config, rows in (
+        ("aps/super_glue", "boolq", boolq),
+        ("allenai/sciq", None, sciq),
+        ("EleutherAI/race", "high", race),
+    ):
+        splits = {"train": rows, "validation": rows, "test": rows}
+        write_set(tmp_path, name, config, splits)
+    names = ("boolq", "sciq", "race")
+    found = [evaluate(model, names, tmp_path, None, monkeypatch) for model in (ours, theirs)]
+    assert {task: requests for task, (requests, _) in compare(*found).items()} == {
+        "boolq": 16,
+        "sciq": 32,
+        "race": 32,
+    }
 
 
 @pytest.mark.heavy
