@@ -1,0 +1,159 @@
+"""A model's figures on the paper's tasks, or any: `python -m openelm_jax.evaluate --from WHERE`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from openelm_jax.command_line import command_parser, run
+from openelm_jax.errors import UserError
+from openelm_jax.xla_flags import set_flags
+
+if TYPE_CHECKING:
+    from openelm_jax.config import ModelConfig
+    from openelm_jax.evaluation.tables import PaperRow
+
+SUITE_NAMES = ("zero-shot", "openllm", "llm360")
+EXAMPLES = """
+python -m openelm_jax.evaluate --from runs/tiny --suite zero-shot --limit 100
+python -m openelm_jax.evaluate --from exports/270m --suite openllm --out results/270m
+python -m openelm_jax.evaluate --from exports/3b --tasks piqa,hellaswag:10 --data DIR
+"""
+PUBLISHED = {
+    (16, 1280): "OpenELM-270M",
+    (20, 1536): "OpenELM-450M",
+    (28, 2048): "OpenELM-1_1B",
+    (36, 3072): "OpenELM-3B",
+}
+"""The paper's names of its models, by layers and width."""
+
+
+def main(argv: list[str]) -> None:
+    """Print a table of the tasks, or JSON, and write both below --out."""
+    arguments = _parse(argv)
+    for line in set_flags(arguments.processes):
+        _say(line)
+    from openelm_jax.parallel.processes import ending_alone, join_processes
+
+    join_processes(arguments.coordinator, arguments.processes, arguments.process, _say)
+    with ending_alone():
+        _evaluate(arguments)
+
+
+def _evaluate(arguments: argparse.Namespace) -> None:
+    import jax
+
+    from openelm_jax.evaluation.harness import harness_class, harness_model
+    from openelm_jax.evaluation.local_data import cache_folder
+    from openelm_jax.evaluation.paper_results import paper_rows
+    from openelm_jax.evaluation.suites import SUITES, cache_file, parse_tasks, quiet
+    from openelm_jax.evaluation.suites import run as run_tasks
+    from openelm_jax.evaluation.tables import all_rows, markdown, to_json
+    from openelm_jax.generation.language_model import load
+
+    # --- What is asked, before anything takes time.
+    suite = arguments.suite
+    tasks = SUITES[suite] if suite else parse_tasks(arguments.tasks)
+    rows = paper_rows(suite) if suite else []
+    harness_class()
+    quiet()
+
+    # --- The model, and what it has answered before.
+    model = load(
+        arguments.where,
+        arguments.tokenizer,
+        dtype=arguments.dtype,
+        exp=arguments.exp,
+        quantize=arguments.quantize,
+        replica=arguments.replica,
+        tensor=arguments.tensor,
+    )
+    row = _row(rows, arguments.beside, model.config)
+    lm = harness_model(model)
+    cache = cache_file(cache_folder() / "answers", model, lm)
+    cache.parent.mkdir(parents=True, exist_ok=True)
+
+    # --- Requests, answers, metrics.
+    results = run_tasks(lm, tasks, limit=arguments.limit, data=arguments.data, cache=cache)
+    if jax.process_index() != 0:
+        return
+    table = markdown(arguments.where, suite, results, row)
+    found = to_json(arguments.where, suite, results, row)
+    print(json.dumps(found) if arguments.json else table)
+    if arguments.out:
+        pages = [table, all_rows(arguments.where, suite, results, rows)] if rows else [table]
+        _write(arguments.out, json.dumps(found, indent=2), "\n\n".join(pages))
+
+
+def _row(rows: Sequence[PaperRow], beside: str | None, config: ModelConfig) -> PaperRow | None:
+    """Return the paper's row to compare with: the one asked for, or that of the same shape."""
+    from openelm_jax.evaluation.tables import choose_row, title
+
+    if beside is not None:
+        return choose_row(rows, beside)
+    name = PUBLISHED.get((config.num_layers, config.model_dim))
+    return next((row for row in rows if title(row) == name), None)
+
+
+def _write(folder: Path, found: str, pages: str) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "results.json").write_text(found + "\n", encoding="utf-8")
+        (folder / "results.md").write_text(pages + "\n", encoding="utf-8")
+    except OSError as fault:
+        raise UserError(f"--out {folder} was not written ({fault}); name another folder.") from None
+    _say(f"wrote {folder / 'results.json'} and {folder / 'results.md'}")
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = command_parser(
+        "evaluate",
+        "The paper's suites of tasks, or any task of lm-evaluation-harness, beside the paper's "
+        "figures.\nThe same command again goes on where an interrupted one stopped.",
+        EXAMPLES,
+        "--from WHERE (--suite SUITE | --tasks NAMES) [--FLAG VALUE ...]",
+    )
+    flag = parser.add_argument
+    flag("--from", dest="where", required=True, metavar="WHERE", help="whatever holds weights")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--suite", choices=SUITE_NAMES, help="the paper's Table 3 (a), (b) or (c)")
+    what.add_argument(
+        "--tasks", metavar="A,B:SHOTS", help="tasks of the harness, maybe with examples before each"
+    )
+    flag("--limit", type=int, metavar="N", help="only the first N items of each task")
+    flag(
+        "--data",
+        type=Path,
+        metavar="DIR",
+        help="read local copies: the Hub's folders OWNER/NAME, or the origins' files",
+    )
+    flag("--beside", metavar="MODEL", help="which row of the paper to compare with (same shape)")
+    flag("--out", type=Path, metavar="DIR", help="write results.json and results.md there")
+    flag("--json", action="store_true", help="print JSON instead of the table")
+    flag("--dtype", choices=("float32", "bfloat16"), help="float32 on a CPU, bfloat16 elsewhere")
+    flag("--quantize", type=int, choices=(8, 4), help="bits of a weight: less memory to read")
+    flag("--mesh.replica", dest="replica", type=int, default=1, metavar="N", help="divides rows")
+    flag("--mesh.tensor", dest="tensor", type=int, default=1, metavar="N", help="divides matrices")
+    flag("--tokenizer", metavar="FILE", help="SentencePiece file, if WHERE has none or another")
+    flag("--exp", metavar="NAME", help="the experiment that a CoreNet .pt without .yaml is of")
+    flag("--coordinator", metavar="HOST:PORT", help="where process 0 of several listens")
+    flag("--processes", type=int, metavar="N", help="how many there are")
+    flag("--process", type=int, metavar="I", help="which one this is")
+    arguments = parser.parse_args(argv)
+    if arguments.limit is not None and arguments.limit < 1:
+        parser.error("--limit: give a number of items, 1 or more")
+    if arguments.beside and not arguments.suite:
+        parser.error("--beside compares suites: give --suite too")
+    return arguments
+
+
+if __name__ == "__main__":
+    run(main)

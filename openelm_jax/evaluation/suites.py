@@ -1,0 +1,423 @@
+"""The paper's three suites of tasks (Table 3), any other tasks of the harness, and their results.
+
+lm_eval and datasets are imported where they are used.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import math
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from openelm_jax.errors import UserError
+from openelm_jax.evaluation.harness import harness_class
+from openelm_jax.evaluation.local_data import find_set, splits_of
+
+if TYPE_CHECKING:
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.tasks import TaskManager
+
+    from openelm_jax.generation.language_model import LanguageModel
+
+OWN_TASKS = Path(__file__).parent / "tasks"
+"""Tasks in the harness' YAML that take the place of its own of the same name."""
+
+PERCENT = ("acc", "acc_norm", "exact_match", "f1", "pct_stereotype")
+"""Metrics that the harness gives as fractions and everybody else as percent."""
+
+LARGEST_SHARE = 1 << 24
+"""Bytes that one process sends the others at a time."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task or group of the harness, how often it is shown how, and what is counted.
+
+    `shots` None is the task's own number, `metric` None its first metric; `label` is the paper's
+    name.
+    """
+
+    name: str
+    shots: int | None = None
+    metric: str | None = None
+    label: str = ""
+
+    def with_shots(self, shots: int) -> Task:
+        """Return the task with so many examples before each question."""
+        return Task(self.name, shots, self.metric, self.label)
+
+
+ARC_C = Task("arc_challenge", 0, "acc_norm", "ARC-c")
+ARC_E = Task("arc_easy", 0, "acc_norm", "ARC-e")
+BOOLQ = Task("boolq", 0, "acc", "BoolQ")
+CROWS_PAIRS = Task("crows_pairs_english", 0, "pct_stereotype", "CrowS-Pairs")
+HELLASWAG = Task("hellaswag", 0, "acc_norm", "HellaSwag")
+MMLU = Task("mmlu", 0, "acc", "MMLU")
+PIQA = Task("piqa", 0, "acc_norm", "PIQA")
+RACE = Task("race", 0, "acc", "RACE")
+SCIQ = Task("sciq", 0, "acc", "SciQ")
+TRUTHFULQA = Task("truthfulqa_mc2", 0, "acc", "TruthfulQA-mc2")
+WINOGRANDE = Task("winogrande", 0, "acc", "WinoGrande")
+
+KNOWN = {
+    task.name: task
+    for task in (
+        *(ARC_C, ARC_E, BOOLQ, CROWS_PAIRS, HELLASWAG, MMLU),
+        *(PIQA, RACE, SCIQ, TRUTHFULQA, WINOGRANDE),
+    )
+}
+
+SUITES: dict[str, tuple[Task, ...]] = {
+    "zero-shot": (ARC_C, ARC_E, BOOLQ, HELLASWAG, PIQA, SCIQ, WINOGRANDE),
+    "openllm": (
+        ARC_C.with_shots(25),
+        HELLASWAG.with_shots(10),
+        MMLU.with_shots(5),
+        TRUTHFULQA,
+        WINOGRANDE.with_shots(5),
+    ),
+    # Table 3 (c) does not name TruthfulQA; Tables 4 (c) and 5 (c) have it, and so their averages.
+    "llm360": (
+        ARC_C.with_shots(25),
+        CROWS_PAIRS.with_shots(25),
+        HELLASWAG.with_shots(10),
+        MMLU.with_shots(5),
+        PIQA,
+        RACE,
+        TRUTHFULQA,
+        WINOGRANDE.with_shots(5),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Value:
+    """What was found on a task: its metric as the harness gives it, and all its metrics.
+
+    `stderr` is None where the harness gives none; `items` is how many were scored.
+    """
+
+    task: Task
+    value: float
+    stderr: float | None
+    metric: str
+    items: int
+    metrics: Mapping[str, float]
+    version: str = ""
+    notes: tuple[str, ...] = ()
+    """How its data or examples differ from the paper's."""
+
+    @property
+    def scale(self) -> float:
+        """What makes of it what tables show."""
+        return 100.0 if self.metric in PERCENT else 1.0
+
+
+@dataclass(frozen=True)
+class Results:
+    """What was found on all tasks, in their order, and of how many items at most."""
+
+    values: tuple[Value, ...]
+    limit: int | None = None
+    averages: Mapping[str, float] = field(init=False)
+    """In percent, over the tasks whose metrics are fractions: of all, and without SciQ."""
+
+    def __post_init__(self) -> None:
+        percent = {value.task: 100.0 * value.value for value in self.values if value.scale != 1}
+        object.__setattr__(self, "averages", averages(percent))
+
+
+def averages(percent: Mapping[Task, float]) -> dict[str, float]:
+    """Return the means that the paper's tables show of these tasks' figures."""
+    found = {}
+    without = [value for task, value in percent.items() if task.name != SCIQ.name]
+    if len(percent) > 1:
+        found["average"] = math.fsum(percent.values()) / len(percent)
+    if 1 < len(without) < len(percent):
+        found["average without SciQ"] = math.fsum(without) / len(without)
+    return found
+
+
+def parse_tasks(text: str) -> tuple[Task, ...]:
+    """Return the tasks of `a,b:5`: names of the harness, maybe with a number of shots.
+
+    Raises UserError for what is no number, and for a task that is named twice.
+    """
+    tasks: list[Task] = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, _, shots = part.partition(":")
+        if shots and not shots.isdecimal():
+            raise UserError(f"--tasks {part}: {shots} is no number of examples; write {name}:5.")
+        task = KNOWN.get(name, Task(name, label=name))
+        tasks.append(task.with_shots(int(shots)) if shots else task)
+        if [other.name for other in tasks].count(name) > 1:
+            raise UserError(f"--tasks names {name} twice: evaluate it twice.")
+    if not tasks:
+        raise UserError("--tasks names no task: write --tasks piqa,hellaswag:10.")
+    return tuple(tasks)
+
+
+def run(
+    lm: TemplateLM,
+    tasks: Sequence[Task],
+    *,
+    limit: int | None = None,
+    data: Path | None = None,
+    cache: Path | None = None,
+) -> Results:
+    """Return what a model of the harness makes of `tasks`, the first `limit` items of each.
+
+    Data is read from `data`, if it is given, and otherwise from the Hub; all of it before anything
+    is scored. What the model has answered is kept in `cache`, and not asked again. All processes
+    must call it; all get the results. Raises UserError for unknown tasks and missing data.
+    """
+    harness_class()
+    from lm_eval import simple_evaluate
+
+    manager = _manager()
+    values: list[Value] = []
+    with _shared(cache) as own_cache:
+        loaded = [_load(manager, task, data) for task in tasks]
+        for task, (objects, notes) in zip(tasks, loaded, strict=True):
+            found = simple_evaluate(
+                lm,
+                tasks=objects,
+                num_fewshot=task.shots,
+                limit=limit,
+                task_manager=manager,
+                log_samples=False,
+                use_cache=None if own_cache is None else str(own_cache),
+            )
+            values += _values(task, found, notes)
+    return Results(tuple(values), limit)
+
+
+def cache_file(folder: Path, model: LanguageModel, lm: Any) -> Path:
+    """Return where in `folder` answers of this model are kept, whatever its weights are called.
+
+    The name follows from weights, compute type, tokenizer, window and <s>.
+    """
+    digest = hashlib.sha256(
+        f"{model.config} {model.dtype} {lm.tokenizer_name} {lm.max_length} {lm.add_bos}".encode()
+    )
+    for path, leaf in jax.tree_util.tree_leaves_with_path(model.params):
+        array = np.asarray(leaf)
+        digest.update(f"{jax.tree_util.keystr(path)} {array.dtype} {array.shape}".encode())
+        digest.update(np.ascontiguousarray(array).view(np.uint8).reshape(-1).data)
+    return folder / digest.hexdigest()[:24]
+
+
+@contextmanager
+def _shared(cache: Path | None) -> Iterator[Path | None]:
+    """Give the file of the cache, for other processes a copy of the first one's.
+
+    Processes compute together, so none may know an answer that another lacks.
+    """
+    if cache is None or jax.process_count() == 1:
+        yield cache
+        return
+    from jax.experimental import multihost_utils
+
+    first = jax.process_index() == 0
+    file = _database(cache)
+    content = file.read_bytes() if first and file.exists() else b""
+    size = int(multihost_utils.broadcast_one_to_all(np.int64(len(content))))
+    parts = []
+    for start in range(0, size, LARGEST_SHARE):
+        length = min(LARGEST_SHARE, size - start)
+        part = content[start : start + length] if first else bytes(length)
+        sent = multihost_utils.broadcast_one_to_all(np.frombuffer(part, np.uint8))
+        parts.append(np.asarray(sent).tobytes())
+    if first:
+        yield cache
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        own = Path(folder, cache.name)
+        if size:
+            _database(own).write_bytes(b"".join(parts))
+        yield own
+
+
+def _database(cache: Path) -> Path:
+    """Return what the harness calls the file of `use_cache`."""
+    return cache.with_name(f"{cache.name}_rank0.db")
+
+
+@functools.cache
+def _manager() -> TaskManager:
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager(include_path=str(OWN_TASKS) if OWN_TASKS.is_dir() else None)
+
+
+def _load(manager: TaskManager, task: Task, data: Path | None) -> tuple[list[Any], list[str]]:
+    """Return the harness' objects of a task with their data, and what is to be said of it."""
+    if task.name not in manager.task_index:
+        raise UserError(_unknown(manager, task.name))
+    with _reading(manager, task, data) as notes, _in_one_sentence(task):
+        loaded = manager.load([task.name])
+    if task.name in loaded["groups"]:
+        return [loaded["groups"][task.name]], notes
+    return list(loaded["tasks"].values()), notes
+
+
+def _unknown(manager: TaskManager, name: str) -> str:
+    import difflib
+
+    near = difflib.get_close_matches(name, manager.all_tasks, n=3)
+    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    return (
+        f"the harness has no task {name}; {hint}`python -m openelm_jax.evaluation.harness ls tasks`"
+        " lists them."
+    )
+
+
+@contextmanager
+def _reading(manager: TaskManager, task: Task, data: Path | None) -> Iterator[list[str]]:
+    """Let a task, or the tasks of a group, read local copies while the block runs.
+
+    Entries of the index are replaced: overrides of a group do not reach its tasks unharmed.
+    """
+    if data is None:
+        yield []
+        return
+    import dataclasses
+
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    index, before = manager.task_index, {}
+    notes: dict[str, None] = {}
+    try:
+        for name in _leaves(index, task.name):
+            entry = index[name]
+            config = load_yaml(entry.yaml_path, resolve_func=True) if entry.yaml_path else {}
+            if not isinstance(config.get("dataset_path"), str):
+                raise UserError(f"{name} does not say what data it reads: leave out --data.")
+            changes, said = _local(name, config, task.shots, data)
+            before[name] = entry
+            index[name] = dataclasses.replace(entry, yaml_path=None, cfg={**config, **changes})
+            notes |= dict.fromkeys(said)
+        yield list(notes)
+    finally:
+        index.update(before)
+
+
+def _local(
+    name: str, config: Mapping[str, Any], shots: int | None, data: Path
+) -> tuple[dict[str, Any], list[str]]:
+    """Return what is to be changed in a task's configuration, and what is to be said of it."""
+    dataset, part = config["dataset_path"], config.get("dataset_name")
+    found = find_set(data, dataset, name)
+    there = splits_of(found.folder, part, name, dataset)
+    scored = config.get("test_split") or config.get("validation_split")
+    if scored not in there:
+        raise UserError(
+            f"{name} is scored on the split {scored} of {dataset}, and {found.source} has "
+            f"{', '.join(sorted(there))}: add it."
+        )
+    changes: dict[str, Any] = {"dataset_path": str(found.folder)}
+    splits = ("training_split", "validation_split", "fewshot_split")
+    lacking = [key for key in splits if config.get(key) and config[key] not in there]
+    changes |= dict.fromkeys(lacking)
+    examples = config.get("fewshot_split") or config.get("training_split")
+    number = config.get("num_fewshot") if shots is None or config.get("num_fewshot") == 0 else shots
+    notes = [found.note] if found.note else []
+    if number and examples is not None and examples not in there:
+        notes.append(f"examples are from the scored split, since {examples} is not here")
+    return changes, notes
+
+
+def _leaves(index: Mapping[str, Any], name: str) -> Iterator[str]:
+    """Yield the names of the tasks of a task, tag or group of the index."""
+    from lm_eval.tasks._index import Kind
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    entry = index[name]
+    if entry.kind is Kind.TAG:
+        members: list[Any] = sorted(entry.tags)
+    elif entry.kind is Kind.GROUP:
+        members = list(load_yaml(entry.yaml_path, resolve_func=False)["task"])
+    else:
+        yield name
+        return
+    while members:
+        member = members.pop(0)
+        if isinstance(member, dict):
+            inner = member.get("group")
+            if isinstance(member.get("task"), list):
+                members += member["task"]
+                continue
+            member = inner or member["task"]
+        if member in index:
+            yield from _leaves(index, member)
+
+
+@contextmanager
+def _in_one_sentence(task: Task) -> Iterator[None]:
+    """Raise UserError where data cannot be had, instead of what the library says."""
+    from datasets.exceptions import DatasetsError
+
+    try:
+        yield
+    except (OSError, DatasetsError, ValueError, KeyError) as fault:
+        what = " ".join(str(fault).split())[:300] or type(fault).__name__
+        raise UserError(
+            f"the data of {task.name} could not be read ({what}): make the Hub reachable, or give "
+            "local copies with --data DIR."
+        ) from fault
+
+
+def _values(task: Task, found: Mapping[str, Any], notes: Sequence[str]) -> Iterator[Value]:
+    """Yield what the harness' results say of a task or group, or else of each of its tasks."""
+    results = found["results"]
+    names = [task.name] if task.name in results else list(results)
+    for name in names:
+        figures = results[name]
+        metrics = {
+            key: float(value)
+            for key, value in figures.items()
+            if "," in key and isinstance(value, int | float)
+        }
+        counts = found["n-samples"]
+        items = counts[name]["effective"] if name in counts else figures.get("sample_len", 0)
+        key = next(
+            (
+                key
+                for key in metrics
+                if "_stderr," not in key and task.metric in (None, key.partition(",")[0])
+            ),
+            None,
+        )
+        if key is None:
+            raise UserError(
+                f"{name} has no metric {task.metric or 'of its own'}; it has {', '.join(metrics)}."
+            )
+        metric, _, how = key.partition(",")
+        yield Value(
+            task=task if name == task.name else Task(name, task.shots, metric, name),
+            value=metrics[key],
+            stderr=metrics.get(f"{metric}_stderr,{how}"),
+            metric=metric,
+            items=int(items),
+            metrics=metrics,
+            version=str(found["versions"].get(name, "")),
+            notes=tuple(notes),
+        )
+
+
+def quiet() -> None:
+    """Let the harness and its data library say only what is wrong."""
+    import datasets
+
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    datasets.disable_progress_bars()
