@@ -47,10 +47,11 @@ def main(argv: list[str]) -> None:
 def _evaluate(arguments: argparse.Namespace) -> None:
     import jax
 
+    from openelm_jax.evaluation.answers import cache_file
     from openelm_jax.evaluation.harness import harness_class, harness_model
     from openelm_jax.evaluation.local_data import cache_folder
     from openelm_jax.evaluation.paper_results import paper_rows
-    from openelm_jax.evaluation.suites import SUITES, cache_file, parse_tasks, quiet
+    from openelm_jax.evaluation.suites import SUITES, parse_tasks, quiet
     from openelm_jax.evaluation.suites import run as run_tasks
     from openelm_jax.evaluation.tables import all_rows, markdown, to_json
     from openelm_jax.generation.language_model import load

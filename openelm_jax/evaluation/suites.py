@@ -6,20 +6,16 @@ lm_eval and datasets are imported where they are used.
 from __future__ import annotations
 
 import functools
-import hashlib
 import logging
 import math
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import jax
-import numpy as np
-
 from openelm_jax.errors import UserError
+from openelm_jax.evaluation.answers import shared
 from openelm_jax.evaluation.harness import harness_class
 from openelm_jax.evaluation.local_data import find_set, splits_of
 
@@ -27,16 +23,11 @@ if TYPE_CHECKING:
     from lm_eval.api.model import TemplateLM
     from lm_eval.tasks import TaskManager
 
-    from openelm_jax.generation.language_model import LanguageModel
-
 OWN_TASKS = Path(__file__).parent / "tasks"
 """Tasks in the harness' YAML that take the place of its own of the same name."""
 
 PERCENT = ("acc", "acc_norm", "exact_match", "f1", "pct_stereotype")
 """Metrics that the harness gives as fractions and everybody else as percent."""
-
-LARGEST_SHARE = 1 << 24
-"""Bytes that one process sends the others at a time."""
 
 
 @dataclass(frozen=True)
@@ -186,7 +177,7 @@ def run(
 
     manager = _manager()
     values: list[Value] = []
-    with _shared(cache) as own_cache:
+    with shared(cache) as own_cache:
         loaded = [_load(manager, task, data) for task in tasks]
         for task, (objects, notes) in zip(tasks, loaded, strict=True):
             found = simple_evaluate(
@@ -200,57 +191,6 @@ def run(
             )
             values += _values(task, found, notes)
     return Results(tuple(values), limit)
-
-
-def cache_file(folder: Path, model: LanguageModel, lm: Any) -> Path:
-    """Return where in `folder` answers of this model are kept, whatever its weights are called.
-
-    The name follows from weights, compute type, tokenizer, window and <s>.
-    """
-    digest = hashlib.sha256(
-        f"{model.config} {model.dtype} {lm.tokenizer_name} {lm.max_length} {lm.add_bos}".encode()
-    )
-    for path, leaf in jax.tree_util.tree_leaves_with_path(model.params):
-        array = np.asarray(leaf)
-        digest.update(f"{jax.tree_util.keystr(path)} {array.dtype} {array.shape}".encode())
-        digest.update(np.ascontiguousarray(array).view(np.uint8).reshape(-1).data)
-    return folder / digest.hexdigest()[:24]
-
-
-@contextmanager
-def _shared(cache: Path | None) -> Iterator[Path | None]:
-    """Give the file of the cache, for other processes a copy of the first one's.
-
-    Processes compute together, so none may know an answer that another lacks.
-    """
-    if cache is None or jax.process_count() == 1:
-        yield cache
-        return
-    from jax.experimental import multihost_utils
-
-    first = jax.process_index() == 0
-    file = _database(cache)
-    content = file.read_bytes() if first and file.exists() else b""
-    size = int(multihost_utils.broadcast_one_to_all(np.int64(len(content))))
-    parts = []
-    for start in range(0, size, LARGEST_SHARE):
-        length = min(LARGEST_SHARE, size - start)
-        part = content[start : start + length] if first else bytes(length)
-        sent = multihost_utils.broadcast_one_to_all(np.frombuffer(part, np.uint8))
-        parts.append(np.asarray(sent).tobytes())
-    if first:
-        yield cache
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        own = Path(folder, cache.name)
-        if size:
-            _database(own).write_bytes(b"".join(parts))
-        yield own
-
-
-def _database(cache: Path) -> Path:
-    """Return what the harness calls the file of `use_cache`."""
-    return cache.with_name(f"{cache.name}_rank0.db")
 
 
 @functools.cache
