@@ -122,9 +122,12 @@ def _converted(dataset: str, origin: Origin, files: Mapping[str, Path]) -> Path:
     try:
         _write(partial, origin.read(files))
         partial.rename(final)
-    except KeyError as column:
+    except (KeyError, IndexError, ValueError, TypeError, AttributeError) as fault:
         where = ", ".join(map(str, files.values()))
-        raise UserError(f"{where}: a row has no column {column}; give the origin's file.") from None
+        what = (
+            f"no column {fault}" if isinstance(fault, KeyError) else f"what does not fit ({fault})"
+        )
+        raise UserError(f"{where}: a row has {what}; give the origin's files.") from fault
     except OSError as fault:
         if not final.is_dir():  # where it is, another process was quicker
             raise UserError(f"{final} was not written ({fault}).") from None
@@ -147,7 +150,8 @@ def _write(folder: Path, parts: Parts) -> None:
 
 def _rows(path: Path) -> Iterator[Row]:
     """Yield the objects of a file of JSON lines."""
-    for number, line in enumerate(_text(path).splitlines(), 1):
+    # Not splitlines: texts may hold other ends of lines, U+2028 for one.
+    for number, line in enumerate(_text(path).removesuffix("\n").split("\n"), 1):
         try:
             row = json.loads(line)
         except json.JSONDecodeError as fault:
