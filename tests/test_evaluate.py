@@ -6,13 +6,17 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 from hub_folder import write_set
 from huggingface_directories import write_huggingface
+from ports import free_port
 from small_models import random_params, tiny
+from small_runs import environment
 
 from openelm_jax import evaluate
 from openelm_jax.errors import UserError
@@ -242,3 +246,44 @@ def test_a_command_that_cannot_be_meant_is_usage(line, message, capsys):
 def test_a_wrong_task_is_refused_before_the_weights_are_read(tmp_path):
     with pytest.raises(UserError, match="few is no number"):
         evaluate.main(f"--from {tmp_path} --tasks piqa:few".split())
+
+
+@pytest.mark.heavy
+def test_two_processes_share_the_work_and_what_the_first_has_kept(weights, data, tmp_path):
+    """Real processes; the first remembers two items, the second, with a cache of its own, none."""
+    command = [sys.executable, "-m", "openelm_jax.evaluate", "--from", str(weights)]
+    command += ["--tasks", "sciq", "--data", str(data)]
+    environ = environment(tmp_path / "compiled") | {"XDG_CACHE_HOME": str(tmp_path / "cache_0")}
+    subprocess.run([*command, "--limit", "2"], env=environ, check=True, capture_output=True)
+    where = f"localhost:{free_port()}"
+    running = [
+        subprocess.Popen(
+            [
+                *(*command, "--out", str(tmp_path / f"out_{process}")),
+                *("--coordinator", where, "--processes", "2", "--process", str(process)),
+            ],
+            env=environ | {"XDG_CACHE_HOME": str(tmp_path / f"cache_{process}")},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for process in range(2)
+    ]
+    try:
+        ended = [process.communicate(timeout=300) for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    assert [process.returncode for process in running] == [0, 0], ended
+    assert ["| SciQ |" in printed for printed, _ in ended] == [True, False]
+    assert not (tmp_path / "out_1").exists()
+    # Of twelve requests both ask the four of the third item.
+    assert all("| 4/4 [" in said for _, said in ended)
+    alone = subprocess.run(
+        [*command, "--json"],
+        env=environ | {"XDG_CACHE_HOME": str(tmp_path / "cache_2")},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert json.loads((tmp_path / "out_0/results.json").read_text()) == json.loads(alone.stdout)
