@@ -55,10 +55,11 @@ def attend_slots(
     positions_BR = jnp.tile(positions_BT, (1, num_heads // num_kv_heads))
     visible_BRS = jnp.arange(key_MSH.shape[1]) <= positions_BR[:, :, None]
     visible_MRS = jnp.repeat(visible_BRS, num_kv_heads, axis=0)
-    weights_MRS = jax.nn.softmax(jnp.where(visible_MRS, scores_MRS, -jnp.inf))
+    scores_MRS = jnp.where(visible_MRS, scores_MRS, -jnp.inf)
+    weights_MRS = jnp.exp(scores_MRS - scores_MRS.max(axis=-1, keepdims=True))
     mixed_MRH = _product("MRS,MSH->MRH", weights_MRS.astype(value_MSH.dtype), value_MSH)
-    mixed_BKRH = mixed_MRH.reshape(query_BKRH.shape).astype(query_BTNH.dtype)
-    return _unfold(mixed_BKRH, num_tokens)
+    mixed_MRH = (mixed_MRH / weights_MRS.sum(axis=-1, keepdims=True)).astype(query_BTNH.dtype)
+    return _unfold(mixed_MRH.reshape(query_BKRH.shape), num_tokens)
 
 
 def causal_attend(
