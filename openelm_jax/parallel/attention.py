@@ -26,6 +26,7 @@ from openelm_jax.parallel.kernels import (
     splash_attend,
     triton_attend,
 )
+from openelm_jax.parallel.reduce_scatter import reduce_scatter
 
 LONGEST_SQUARE = 2048
 """Tokens up to which an accelerator may hold a matrix of scores without being told to."""
@@ -142,9 +143,7 @@ def _all_forward(axis, x_BTKH):
 
 
 def _all_backward(axis, _, d_x_BSKH):
-    d_x_BTKH = jax.lax.psum_scatter(
-        d_x_BSKH.astype(jnp.float32), axis, scatter_dimension=1, tiled=True
-    )
+    d_x_BTKH = reduce_scatter(d_x_BSKH.astype(jnp.float32), axis, dim=1)
     return (d_x_BTKH.astype(d_x_BSKH.dtype),)
 
 

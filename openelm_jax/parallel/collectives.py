@@ -21,6 +21,7 @@ from openelm_jax.model.attention import Attend, CausalAttend
 from openelm_jax.model.decoder import Collectives, add_rows
 from openelm_jax.parallel.attention import over_context
 from openelm_jax.parallel.mesh import MeshShape
+from openelm_jax.parallel.reduce_scatter import reduce_scatter
 from openelm_jax.parallel.sharding import Columns, Layout, Placement, path_of_leaf
 
 Array = jax.Array
@@ -132,7 +133,7 @@ def scatter_gradient(d_weight: Array, placement: Placement, mesh: MeshShape) -> 
     if "tensor" not in placement.axes:
         return gradient
     if placement.partial:
-        return jax.lax.psum_scatter(gradient, "tensor", scatter_dimension=dim, tiled=True)
+        return reduce_scatter(gradient, "tensor", dim)
     size = gradient.shape[dim] // mesh.tensor
     return jax.lax.dynamic_slice_in_dim(gradient, jax.lax.axis_index("tensor") * size, size, dim)
 
@@ -148,7 +149,7 @@ def _gather_over(axis: str, weight: Array, dim: int, placement: Placement, mesh:
 def _scatter_over(axis: str, gradient: Array, dim: int, placement: Placement, mesh: MeshShape):
     for groups in _ring_groups(axis, placement, mesh):
         rows = gradient if dim == 0 else gradient.T
-        rows = jax.lax.psum_scatter(rows, axis, axis_index_groups=groups, tiled=True)
+        rows = reduce_scatter(rows, axis, groups=groups)
         gradient = rows if dim == 0 else rows.T
     return gradient
 
