@@ -146,7 +146,7 @@ def _prompts(arguments: argparse.Namespace) -> list[str]:
             raise UserError(
                 f"--prompt-file {arguments.prompt_file}: {fault}; give a text file in UTF-8."
             ) from None
-        prompts += [line for line in text.splitlines() if line]
+        prompts += [line for line in text.split("\n") if line]
         if not prompts:
             raise UserError(f"--prompt-file {arguments.prompt_file} holds no prompt.")
     return prompts

@@ -308,6 +308,8 @@ def test_models_that_think_alike_draw_alike_with_the_same_keys():
     [
         ({"temperature": -1.0}, "temperature is -1.0"),
         ({"temperature": float("nan")}, "temperature is nan"),
+        ({"temperature": 1e-38}, "temperature is 1e-38"),  # float32 has no such quotients
+        ({"temperature": 1e39}, "temperature is 1e\\+39"),
         ({"top_k": -1}, "top_k is -1"),
         ({"top_p": 0.0}, "top_p is 0.0"),
         ({"top_p": 1.5}, "top_p is 1.5"),
@@ -316,6 +318,13 @@ def test_models_that_think_alike_draw_alike_with_the_same_keys():
 def test_settings_without_a_meaning_are_refused(settings, message):
     with pytest.raises(UserError, match=message):
         Sampling(**settings)
+
+
+def test_more_likely_tokens_than_there_are_cut_nothing():
+    free = continue_prompts(PROMPTS, WARM)
+
+    assert continue_prompts(PROMPTS, dataclasses.replace(WARM, top_k=320)) == free
+    assert continue_prompts(PROMPTS, dataclasses.replace(WARM, top_k=2**40)) == free
 
 
 # --- text --------------------------------------------------------------------------------------
@@ -360,6 +369,34 @@ def test_logits_do_not_need_a_tokenizer_and_text_does(directory):
     assert model.logits(np.array([[1, 5, 9]])).shape == (1, 3, 320)
     with pytest.raises(UserError, match=r"needs a tokenizer.*--tokenizer"):
         model.generate(["the"])
+
+
+@pytest.mark.parametrize("tokens", [[1, 5, 9], [[]], [[1, 320]], [[-1]]], ids=str)
+def test_logits_of_what_are_no_rows_of_ids_are_refused(model, tokens):
+    with pytest.raises(UserError, match=r"tokens are of the shape .* each from 0 to 319"):
+        model.logits(tokens)
+
+
+@pytest.mark.parametrize(
+    ("named", "message"),
+    [({"quantize": 5}, "quantize is 5: .* 8 or 4"), ({"dtype": "float16"}, "dtype is float16: .*")],
+)
+def test_types_and_bits_that_there_are_not_are_refused(directory, named, message):
+    with pytest.raises(UserError, match=message):
+        openelm_jax.load(directory, **named)
+
+
+def test_a_text_that_memory_has_no_room_for_is_refused_in_a_sentence(model, monkeypatch):
+    message = r"memory has no room for 2 texts of .* max_tokens and proposals"
+    with pytest.raises(UserError, match=message):
+        model.generate(["the a", "are"], max_tokens=2**31)
+
+    def no_room(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 byte")
+
+    monkeypatch.setattr(engine, "_prefill", no_room)
+    with pytest.raises(UserError, match=message):
+        model.generate(["the a", "are"], max_tokens=8)
 
 
 def test_the_package_loads_a_model_by_its_place(directory, model):
@@ -410,13 +447,13 @@ def test_generate_prints_each_prompt_with_its_continuation(directory, model, cap
 
 def test_generate_json_has_one_object_a_prompt(directory, tmp_path, capsys, model):
     file = tmp_path / "prompts.txt"
-    file.write_text("the a\n\nare bj\n")
+    file.write_text("the a\n\nare\u2028bj\r\n", encoding="utf-8")  # a line, not two
 
     verb.main(["--from", directory, "--prompt-file", str(file), "--json", "--max-tokens", "40"])
 
-    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    lines = [json.loads(line) for line in capsys.readouterr().out.rstrip("\n").split("\n")]
     completions = model.complete(
-        ["the a", "are bj"], 40, Sampling(temperature=0.8, top_p=0.95, seed=0)
+        ["the a", "are\u2028bj"], 40, Sampling(temperature=0.8, top_p=0.95, seed=0)
     )
     assert lines == [
         {**dataclasses.asdict(completion), "tokens": list(completion.tokens)}

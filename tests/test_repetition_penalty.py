@@ -105,7 +105,7 @@ def test_no_penalty_compiles_anew():
     assert (engine._prefill._cache_size(), engine._decode._cache_size()) == before
 
 
-@pytest.mark.parametrize("penalty", [0.0, -1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("penalty", [0.0, -1.0, 1e-50, 1e39, float("nan"), float("inf")])
 def test_a_penalty_without_a_meaning_is_refused(penalty):
     with pytest.raises(UserError, match=r"repetition_penalty is .*: it must be 1"):
         Sampling(repetition_penalty=penalty)

@@ -11,12 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from huggingface_directories import write_huggingface
+from jax.sharding import NamedSharding, PartitionSpec
 from small_models import random_params, tiny
 
 from openelm_jax import generate as verb
 from openelm_jax.errors import UserError
 from openelm_jax.generation import engine
 from openelm_jax.generation.language_model import LanguageModel
+from openelm_jax.generation.placement import decoding_mesh
 from openelm_jax.generation.sampling import Sampling
 from openelm_jax.generation.speculative import Draft, PromptLookup, Tally, look_up
 from openelm_jax.tokenizer import train_tokenizer
@@ -393,6 +395,13 @@ def test_the_command_prints_the_same_text_and_one_line_on_what_was_accepted(
 def test_proposals_without_a_meaning_are_refused_before_anything_is_loaded(flags, message):
     with pytest.raises(UserError, match=message):
         verb.main(["--from", "nowhere", "--prompt", "the", *flags])
+
+
+def test_a_draft_model_on_other_devices_is_refused(model):
+    on_a_mesh = jax.device_put(TEXT_PARAMS, NamedSharding(decoding_mesh(1, 1), PartitionSpec()))
+    other = dataclasses.replace(model, params=on_a_mesh)
+    with pytest.raises(UserError, match=r"lies on other devices: .* same replica and tensor"):
+        model.generate(["the"], draft=other)
 
 
 def test_a_draft_model_of_another_vocabulary_is_refused(model, tokenizer, tmp_path):

@@ -111,38 +111,52 @@ def stream(
     Prompt i is sampled with the seed and the number first_row + i alone, in whatever batch. The
     host looks every `block` calls of the model, and yields what all rows have that go on. The
     outcome of `speculation` is added to `tally`. One line on stderr says when a text passes the
-    context length; it goes on all the same.
+    context length; it goes on all the same. Raises UserError where the cache does not fit memory.
     """
     if max_tokens < 1:
         raise UserError(f"max_tokens is {max_tokens}: it must be at least 1.")
     assert prompts, "no prompts"
     assert all(len(prompt) for prompt in prompts), "an empty prompt has <s>"
     mesh, num_rows = mesh_of(params), len(prompts)
-    # On a mesh the last prompt may stand several times, for devices have equally many rows.
-    rows_B = np.minimum(np.arange(whole_rows(num_rows, mesh)), num_rows - 1)
+    # On a mesh the last prompt may stand several times, for devices have equally many rows: those
+    # that only fill up end with the token that the prompt's own pass chooses.
+    index_B = np.arange(whole_rows(num_rows, mesh))
+    rows_B = np.minimum(index_B, num_rows - 1)
     prompts = [prompts[row] for row in rows_B]
     prompt_B = np.array([len(prompt) for prompt in prompts], np.int32)
+    longest = int(prompt_B.max())
+    proposed = 0 if speculation is None else speculation.count
+    cache_length = bucket(longest + max_tokens + proposed)
+    too_long = UserError(
+        f"memory has no room for {num_rows} texts of {cache_length:,} tokens, prompt, max_tokens "
+        "and proposals together: take fewer of one of them, or fewer prompts at a time."
+    )
+    if cache_length > np.iinfo(np.int32).max:
+        raise too_long
     request = Request(
         rows_B=(first_row + rows_B).astype(np.uint32),
         prompt_B=prompt_B,
         vocab_size=np.int32(config.vocab_size if vocab_size is None else vocab_size),
         eos_id=np.int32(eos_id),
-        max_tokens=np.int32(max_tokens),
+        max_tokens_B=np.where(index_B < num_rows, max_tokens, 1).astype(np.int32),
         seed=np.uint32(sampling.seed % 2**32),
         temperature=np.float32(sampling.temperature),
-        top_k=np.int32(sampling.top_k),
+        top_k=np.int32(min(sampling.top_k, config.vocab_size)),
         top_p=np.float32(sampling.top_p),
         repetition_penalty=np.float32(sampling.repetition_penalty),
     )
-    longest = int(prompt_B.max())
     tokens_BT = np.zeros((len(prompts), bucket(longest)), np.int32)
     for row, prompt in zip(tokens_BT, prompts, strict=True):
         row[: len(prompt)] = prompt
-    proposed = 0 if speculation is None else speculation.count
-    cache_length = bucket(longest + max_tokens + proposed)
 
     tokens_BT, request = divide_rows((tokens_BT, request), mesh)
-    state = _prefill(config, dtype, cache_length, mesh, params, tokens_BT, request, speculation)
+    try:
+        state = _prefill(config, dtype, cache_length, mesh, params, tokens_BT, request, speculation)
+        jax.block_until_ready(state)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" in str(error):
+            raise too_long from None
+        raise
     sent, warned = 0, False
     while True:
         # Copies: the state's own buffers are given away with the next block.
@@ -197,7 +211,7 @@ def _prefill(
     logits_B1V = apply(Decoder(config, dtype=dtype), params, "logits", last_B1D)
     text_BS = jnp.pad(tokens_BT, ((0, 0), (0, cache_length - length)))
     chosen_B1 = next_tokens(logits_B1V, text_BS, length_B, request)
-    kept = begin(speculation, tokens_BT, cache_length)
+    kept = begin(speculation, tokens_BT, cache_length, mesh)
     nobody_B = jnp.zeros(batch_size, bool)
     return _append(_State(cache, kept, text_BS, length_B, nobody_B), chosen_B1, 1, request)
 
@@ -244,11 +258,11 @@ def _decode(
 def _append(
     state: _State, chosen_BT: jax.Array, most_B: jax.typing.ArrayLike, request: Request
 ) -> _State:
-    """Return the state with `most_B` of the chosen tokens, or those up to </s> or `max_tokens`."""
+    """Return the state with `most_B` of the chosen tokens, or those up to </s> or the most."""
     num_tokens = chosen_BT.shape[1]
     ends_BT = chosen_BT == request.eos_id
     until_end_B = jnp.where(ends_BT.any(axis=1), jnp.argmax(ends_BT, axis=1) + 1, num_tokens + 1)
-    room_B = request.prompt_B + request.max_tokens - state.length_B
+    room_B = request.prompt_B + request.max_tokens_B - state.length_B
     new_B = jnp.minimum(jnp.minimum(most_B, until_end_B), room_B)
     new_B = jnp.where(state.finished_B, 0, new_B)
     return state._replace(

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 import numpy as np
@@ -18,7 +18,7 @@ from openelm_jax.config import DType, ModelConfig
 from openelm_jax.errors import UserError
 from openelm_jax.generation import engine
 from openelm_jax.generation.forward import apply, decoding_params, placed
-from openelm_jax.generation.placement import decoding_mesh, divided
+from openelm_jax.generation.placement import decoding_mesh, divided, mesh_of
 from openelm_jax.generation.sampling import Sampling
 from openelm_jax.generation.scoring import Report, Request, Scored, score
 from openelm_jax.generation.speculative import (
@@ -50,8 +50,13 @@ def load(
     experiment that a CoreNet file is of. Computes in `dtype`, by default float32 on a CPU and
     bfloat16 on accelerators; matrices are held in it, or in `quantize` bits. Reads a parameter at a
     time, so that the host never holds the whole model in float32. On several devices of this
-    process `replica` divides the rows of a batch, and `tensor` each matrix.
+    process `replica` divides the rows of a batch, and `tensor` each matrix. Raises UserError for
+    a type or a number of bits that there is not.
     """
+    if dtype not in (None, *get_args(DType)):
+        raise UserError(f"dtype is {dtype}: it must be one of {', '.join(get_args(DType))}.")
+    if quantize not in (None, *get_args(Bits)):
+        raise UserError(f"quantize is {quantize}: it must be 8 or 4, bits of a weight.")
     mesh = decoding_mesh(replica, tensor) if (replica, tensor) != (1, 1) else None
     if dtype is None:
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
@@ -95,8 +100,21 @@ class LanguageModel:
     dtype: DType
 
     def logits(self, tokens_BT: np.ndarray) -> np.ndarray:
-        """Return the float32 logits [B, T, V] of the token after each of `tokens_BT`."""
+        """Return the float32 logits [B, T, V] of the token after each of `tokens_BT`.
+
+        Raises UserError for what are no rows of the model's ids.
+        """
         tokens_BT = np.asarray(tokens_BT, np.int32)
+        known = self.config.vocab_size
+        if (
+            tokens_BT.ndim != 2
+            or not tokens_BT.size
+            or not 0 <= tokens_BT.min() <= tokens_BT.max() < known
+        ):
+            raise UserError(
+                f"tokens are of the shape {tokens_BT.shape}: give rows of equally many ids, each "
+                f"from 0 to {known - 1:,}."
+            )
         return np.asarray(_logits(self.config, self.dtype, self.params, tokens_BT))
 
     def score(
@@ -158,12 +176,17 @@ class LanguageModel:
     ) -> Speculation | None:
         """Return how tokens are proposed to this model, None for not at all.
 
-        Raises UserError for two ways at once, and for a draft model of another vocabulary.
+        Raises UserError for two ways at once, and for a draft model of another vocabulary or on
+        other devices.
         """
         count = proposal_count(prompt_lookup, draft is not None, draft_tokens)
         if draft is None:
             return PromptLookup(count) if count else None
         _check_same_vocabulary(self._need_tokenizer(), draft._need_tokenizer())
+        if mesh_of(self.params) != mesh_of(draft.params):
+            raise UserError(
+                "the draft model lies on other devices: load both with the same replica and tensor."
+            )
         return Draft(draft.config, draft.params, draft.dtype, count)
 
     def complete(

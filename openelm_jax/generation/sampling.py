@@ -13,6 +13,9 @@ import jax.numpy as jnp
 
 from openelm_jax.errors import UserError
 
+LEAST, MOST = 1e-9, 1e9
+"""What logits may be divided by and stay finite in float32."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
@@ -29,18 +32,19 @@ class Sampling:
     repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
+        if not (self.temperature == 0 or LEAST <= self.temperature <= MOST):
             raise UserError(
-                f"temperature is {self.temperature}: it must be 0 (greedy) or a number above."
+                f"temperature is {self.temperature}: it must be 0 (greedy) or a number above, "
+                f"{LEAST:g} to {MOST:g}."
             )
         if self.top_k < 0:
             raise UserError(f"top_k is {self.top_k}: it must be 0 (no limit) or a count of tokens.")
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p is {self.top_p}: it is a share, above 0 and at most 1.")
-        if not 0 < self.repetition_penalty < float("inf"):
+        if not LEAST <= self.repetition_penalty <= MOST:
             raise UserError(
                 f"repetition_penalty is {self.repetition_penalty}: it must be 1 (none) or another "
-                "number above 0, more than 1 to repeat less."
+                f"number above 0, more than 1 to repeat less, {LEAST:g} to {MOST:g}."
             )
 
 
@@ -52,7 +56,7 @@ class Request(NamedTuple):
     """The length of each row's prompt."""
     vocab_size: Any
     eos_id: Any
-    max_tokens: Any
+    max_tokens_B: Any
     seed: Any
     temperature: Any
     top_k: Any

@@ -16,10 +16,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from openelm_jax.config import ModelConfig
 from openelm_jax.errors import UserError
 from openelm_jax.generation.forward import apply, extend
+from openelm_jax.generation.placement import divide_rows
 from openelm_jax.generation.sampling import Request, next_tokens
 from openelm_jax.model.cache import Cache, init_cache
 from openelm_jax.model.decoder import Decoder, Params
@@ -112,13 +114,16 @@ class Tally:
 
 
 def begin(
-    speculation: Speculation | None, tokens_BT: jax.Array, cache_length: int
+    speculation: Speculation | None, tokens_BT: jax.Array, cache_length: int, mesh: Mesh | None
 ) -> Cache | tuple[()]:
-    """Return what is kept between proposals for a batch of prompts: a draft model's cache."""
+    """Return what is kept between proposals for a batch of prompts: a draft model's cache.
+
+    On a mesh its rows are divided like those of the model's cache.
+    """
     if not isinstance(speculation, Draft):
         return ()
     config, dtype = speculation.config, speculation.dtype
-    cache = init_cache(config, tokens_BT.shape[0], cache_length, dtype)
+    cache = divide_rows(init_cache(config, tokens_BT.shape[0], cache_length, dtype), mesh)
     first_B = jnp.zeros(tokens_BT.shape[0], jnp.int32)
     return extend(config, dtype, speculation.params, tokens_BT, first_B, cache)[1]
 

@@ -11,17 +11,20 @@ import re
 import jax
 import numpy as np
 
+from openelm_jax.config import ModelConfig
 from openelm_jax.generation import engine
 from openelm_jax.generation.forward import placed
 from openelm_jax.generation.placement import decoding_mesh, divided
 from openelm_jax.generation.sampling import Sampling
-from openelm_jax.generation.speculative import PromptLookup
+from openelm_jax.generation.speculative import Draft, PromptLookup, Tally
 from openelm_jax.model.decoder import Params
 from openelm_jax.weights.names import at, named_weights, put
 from tests.small_models import random_params, tiny
 
 CONFIG = tiny()
 HOST = random_params(CONFIG)
+DRAFT_CONFIG = tiny(num_layers=1)
+DRAFT_HOST = random_params(DRAFT_CONFIG)
 PROMPTS = [[1, 5, 6], [1, 7], [1, 8, 9, 10, 11], [1, 3], [1, 4, 4]]
 SETTINGS = {
     "greedy": {"sampling": Sampling()},
@@ -30,24 +33,43 @@ SETTINGS = {
 }
 
 
-def on(replica: int, tensor: int, quantize) -> Params:
+def on(
+    replica: int, tensor: int, quantize, config: ModelConfig = CONFIG, host: Params = HOST
+) -> Params:
     mesh = decoding_mesh(replica, tensor)
     params: Params = {}
-    for weight in named_weights(CONFIG):
-        matrix = placed(weight.path, at(HOST, weight.path), "float32", quantize)
+    for weight in named_weights(config):
+        matrix = placed(weight.path, at(host, weight.path), "float32", quantize)
         put(params, weight.path, divided(weight.path, matrix, mesh))
     return params
 
 
 def texts(params: Params) -> dict[str, list[tuple[int, ...]]]:
+    return {name: generated(params, **how) for name, how in SETTINGS.items()}
+
+
+def generated(params: Params, **how) -> list[tuple[int, ...]]:
+    continuations = engine.generate(
+        CONFIG, params, PROMPTS, max_tokens=12, eos_id=2, dtype="float32", **how
+    )
+    return [each.tokens for each in continuations]
+
+
+def drafted(replica: int, tensor: int) -> dict:
+    """Return what comes of a draft model, and how often the token loop is compiled."""
+    params = on(replica, tensor, None)
+    draft = Draft(DRAFT_CONFIG, on(replica, tensor, None, DRAFT_CONFIG, DRAFT_HOST), "float32", 3)
+    tally, before = Tally(), engine._decode._cache_size()
+    # Two blocks of calls at least.
+    continuations = engine.generate(
+        *(CONFIG, params, PROMPTS),
+        **{"max_tokens": 90, "eos_id": 2, "dtype": "float32", "sampling": Sampling()},
+        **{"speculation": draft, "tally": tally},
+    )
     return {
-        name: [
-            each.tokens
-            for each in engine.generate(
-                CONFIG, params, PROMPTS, max_tokens=12, eos_id=2, dtype="float32", **how
-            )
-        ]
-        for name, how in SETTINGS.items()
+        "tokens": [each.tokens for each in continuations],
+        "tally": tally.counts,
+        "compiled": engine._decode._cache_size() - before,
     }
 
 
@@ -72,6 +94,8 @@ def main() -> None:
                 "mesh": texts(on(2, 2, None)),
                 "one 8 bits": texts(on(1, 1, 8)),
                 "mesh 8 bits": texts(on(1, 4, 8)),
+                "one drafted": drafted(1, 1),
+                "mesh drafted": drafted(2, 2),
                 "gathered": gathered(on(2, 2, None)),
                 "devices": len(jax.devices()),
             }

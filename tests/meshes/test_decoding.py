@@ -39,6 +39,17 @@ def test_several_devices_write_the_text_of_one(decoded: dict, how: str, bits: st
 
 
 @pytest.mark.heavy
+def test_a_draft_model_helps_several_devices_as_it_does_one(decoded: dict) -> None:
+    """Rows that only fill up a batch are not counted, and the token loop is compiled once."""
+    assert decoded["mesh drafted"] == decoded["one drafted"]
+    assert decoded["mesh drafted"]["compiled"] == 1
+    _, tokens, *_ = decoded["mesh drafted"]["tally"]
+    # All but those that the prompts' own pass chose, and with the end of those that have one.
+    texts = decoded["mesh drafted"]["tokens"]
+    assert tokens == sum(len(text) - (len(text) == 90) for text in texts)
+
+
+@pytest.mark.heavy
 def test_no_device_gathers_a_matrix(decoded: dict) -> None:
     """Activations only: no more than the logits of the rows of a device."""
     config = tiny()
