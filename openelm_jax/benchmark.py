@@ -350,7 +350,7 @@ def _add_rounds(parser: argparse.ArgumentParser, default: int) -> None:
 
 def _whole_numbers(text: str) -> tuple[int, ...]:
     try:
-        return tuple(int(number) for number in text.split(","))
+        return tuple(dict.fromkeys(int(number) for number in text.split(",")))
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text} is no list of whole numbers like 1,8") from None
 
@@ -387,7 +387,7 @@ def _some_of(
     def some(names: str) -> tuple[str, ...]:
         if names == everything:
             return known
-        chosen = tuple(names.split(","))
+        chosen = tuple(dict.fromkeys(names.split(",")))
         unknown = [name for name in chosen if name not in known]
         if unknown:
             kind = flag.removeprefix("--")

@@ -252,7 +252,7 @@ def test_ratios_are_of_turns_of_the_same_round() -> None:
         result("270m", "jax", "float32", batch=8),
         result("270m", "torch", "float32", facts=Facts(1000, 3600, 8, "gpu"), batch=8),
     ]
-    found = {figure.name: figure for figure in make_ratios(results)}
+    found = {figure.name: figure for figure, _ in make_ratios(results)}
     to_torch = found["generation_270m_jax_float32_1_to_270m_torch_float32_1"]
     assert (to_torch.value, to_torch.low, to_torch.high) == (2, 2, 4)
     assert (to_torch.least, to_torch.is_reached) == (2.2, False)
@@ -264,6 +264,40 @@ def test_ratios_are_of_turns_of_the_same_round() -> None:
     # Another device has no target.
     assert found["generation_270m_jax_float32_8_to_270m_torch_float32_8"].least is None
     assert len(found) == 2 * 6
+
+
+def test_readers_are_shown_the_ratios_that_they_want_and_programs_all_of_them() -> None:
+    programs = [(p, dtype) for dtype in ("float32", "bfloat16") for p in ("jax", "torch", "mlx")]
+    sides = [*programs, ("jax", "int8")]
+    results = [result("450m", *side, batch=batch) for side in sides for batch in (1, 8)]
+    results += [result("450m_uniform", "jax", dtype) for dtype in ("float32", "int8")]
+    names = {True: set[str](), False: set[str]()}
+    for figure, is_shown in make_ratios(results):
+        names[is_shown].add(figure.name)
+    of_batch_1 = {
+        *("float32_1_to_450m_torch_float32_1", "float32_1_to_450m_mlx_float32_1"),
+        *("bfloat16_1_to_450m_torch_bfloat16_1", "bfloat16_1_to_450m_mlx_bfloat16_1"),
+        *("bfloat16_1_to_450m_jax_float32_1", "int8_1_to_450m_jax_float32_1"),
+    }
+    to_uniform = {f"{t}_1_to_450m_uniform_jax_{t}_1" for t in ("float32", "int8")}
+    expected = of_batch_1 | {name.replace("_1", "_8") for name in of_batch_1} | to_uniform
+    assert names[True] == {
+        f"{rate}_450m_jax_{name}" for rate in ("prompt", "generation") for name in expected
+    }
+    assert "generation_450m_jax_int8_1_to_450m_torch_float32_1" in names[False]
+    assert "generation_450m_jax_float32_8_to_450m_jax_float32_1" in names[False]
+
+
+def test_ratios_with_a_target_are_shown_whatever_they_compare() -> None:
+    results = [
+        *(result("270m", "jax", "float32"), result("270m", "jax", "float32", batch=8)),
+        result("270m", "torch", "bfloat16"),
+    ]
+    shown = {figure.name for figure, is_shown in make_ratios(results) if is_shown}
+    assert shown == {
+        "generation_270m_jax_float32_1_to_270m_torch_bfloat16_1",
+        "generation_270m_jax_float32_8_to_270m_jax_float32_1",
+    }
 
 
 def test_reading_bandwidth_is_what_numpy_reads() -> None:
@@ -352,6 +386,28 @@ def test_the_table_is_shaped_like_the_papers_with_its_figures_beside_ours(
     assert not rows("OpenELM", "270M", "torch", "int8")
     assert rows("uniform,", "as", "OpenELM", "270M", "jax", "bfloat16", "1")
     assert "target at least 2.2: MISSED" in shown
+    assert "generation: jax int8 to jax float32" in shown
+    assert "generation: jax int8 to torch" not in shown
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_json_has_the_figures_too_that_readers_are_not_shown(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    which = ("--backend", "jax,torch", "--dtype", "float32,int8")
+    found = json.loads(run(capsys, *which, "--new-tokens", "9", "--json"))
+    name = "generation_270m_jax_int8_1_to_270m_{}_float32_1"
+    assert name.format("jax") in {figure["name"] for figure in found["figures"]}
+    assert name.format("torch") in {figure["name"] for figure in found["further"]}
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_what_is_named_twice_is_measured_once(capsys: pytest.CaptureFixture[str]) -> None:
+    twice = ("--size", "270m,270m", "--backend", "jax,jax", "--batch", "1,1")
+    found = json.loads(
+        run(capsys, *twice, "--dtype", "float32,float32", "--new-tokens", "9", "--json")
+    )
+    assert [len(row["turns"]) for row in found["rows"]] == [3]
 
 
 @pytest.mark.usefixtures("no_processes")
@@ -425,5 +481,6 @@ def test_unknown_names_are_answered_with_the_known_ones(
 def test_shares_of_the_bound_have_their_target() -> None:
     measured = result("270m", "jax", "float32")
     bound = bound_of(measured, {"cpu": 20 * 4084.0})
-    (figure,) = generation_report.make_shares([measured], [bound])
+    ((figure, is_shown),) = generation_report.make_shares([measured], [bound])
+    assert is_shown
     assert (figure.value, figure.least, figure.is_reached) == (50, 50, True)

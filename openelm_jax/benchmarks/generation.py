@@ -24,6 +24,7 @@ import numpy as np
 from openelm_jax.benchmarks.bandwidth import READ_BYTES, serve_bandwidth
 from openelm_jax.benchmarks.generation_models import (
     OTHERS,
+    UNIFORM,
     model_of,
     uniform,
     write_random,
@@ -45,7 +46,6 @@ from openelm_jax.errors import UserError
 BENCHMARK = "benchmark generate"
 PROMPT_TOKENS = 36
 BOS_ID = 1
-UNIFORM = "uniform"
 EXTRAS = {"torch": "torch", "transformers": "torch", "mlx": "mlx"}
 """Of this package, by program."""
 PACKAGES = {"torch": ("torch", "transformers"), "mlx": ("mlx", "mlx_lm")}
@@ -113,13 +113,15 @@ def measure_generation(
                 results += _measure_group(group, protocol, measure_bandwidth, say)
     bounds = [bound_of(result, bandwidths) for result in results]
     figures = [*make_ratios(results), *make_shares(results, bounds)]
+    figures.sort(key=lambda pair: pair[0].part)
     return Generation(
         new_tokens=protocol.new_tokens,
         prompt_tokens=protocol.prompt_tokens,
         rounds=protocol.rounds,
         bandwidths=bandwidths,
         rows=tuple(map(make_row, results, bounds)),
-        figures=tuple(sorted(figures, key=lambda figure: figure.part)),
+        figures=tuple(figure for figure, is_shown in figures if is_shown),
+        further=tuple(figure for figure, is_shown in figures if not is_shown),
     )
 
 

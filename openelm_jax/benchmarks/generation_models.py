@@ -25,6 +25,7 @@ from openelm_jax.weights.stored import StoredWeights
 
 SIZES = ("270m", "450m", "1_1b", "3b", "10m")
 PUBLISHED_VOCABULARY = 32000
+UNIFORM = "uniform"
 UNIFORM_WIDTH = 64
 """What divides the FFN width of a uniform model."""
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from openelm_jax.benchmarks.generation_models import OTHERS
+from openelm_jax.benchmarks.generation_models import OTHERS, UNIFORM
 from openelm_jax.benchmarks.generation_sides import Facts, Turn
 from openelm_jax.benchmarks.paper_tables import MACHINE, TABLE_7
 from openelm_jax.benchmarks.report import (
@@ -137,7 +137,9 @@ class Generation:
     """Bytes a second by platform, the best of all rounds."""
     rows: tuple[Row, ...]
     figures: tuple[Figure, ...]
-    """Ratios of neighbouring turns, and shares of bounds."""
+    """Ratios of neighbouring turns, and shares of bounds that have a target."""
+    further: tuple[Figure, ...]
+    """All others; for programs."""
 
 
 def bound_of(result: Result, bandwidths: Mapping[str, float]) -> Bound:
@@ -178,16 +180,17 @@ def title_of(model: str) -> str:
     """Return what people call a model."""
     if model in OTHERS:
         return OTHERS[model].title
-    size, _, kind = model.partition("_uniform")
+    size, _, kind = model.partition(f"_{UNIFORM}")
     title = f"OpenELM {size.upper().replace('_', '.')}"
     return f"uniform, as {title}" if kind or model != size else title
 
 
-def make_ratios(results: list[Result]) -> Iterator[Figure]:
+def make_ratios(results: list[Result]) -> Iterator[tuple[Figure, bool]]:
     """Yield each of our sides to each other one of its size, as ratios of neighbouring turns.
 
     To another program of the same model with the same batch; to ourselves in float32, with a
-    smaller batch, or with a uniform model.
+    smaller batch, or with a uniform model. Each with whether readers are shown it: those with a
+    target, those to the same type or a uniform model, and those to our float32.
     """
     for ours in results:
         if ours.key.program != "jax":
@@ -198,7 +201,7 @@ def make_ratios(results: list[Result]) -> Iterator[Figure]:
             for rate in ("prompt", "generation"):
                 pairs = zip(ours.rates()[rate], theirs.rates()[rate], strict=True)
                 names = (rate, *ours.key, "to", *theirs.key)
-                yield median_figure(
+                figure = median_figure(
                     title_of(ours.key.model),
                     "_".join(map(str, names)),
                     [our_rate / their_rate for our_rate, their_rate in pairs],
@@ -206,16 +209,20 @@ def make_ratios(results: list[Result]) -> Iterator[Figure]:
                     f"{rate}: {ours.key} to {_name_of(theirs.key, ours.key)}",
                     least=_target(rate, ours, theirs),
                 )
+                yield figure, figure.least is not None or _is_shown(ours.key, theirs.key)
 
 
-def make_shares(results: list[Result], bounds: list[Bound]) -> Iterator[Figure]:
-    """Yield how much of its bound each of our sides reaches, in percent."""
+def make_shares(results: list[Result], bounds: list[Bound]) -> Iterator[tuple[Figure, bool]]:
+    """Yield how much of its bound each of our sides reaches, in percent.
+
+    Those with a target are for readers: the table has all of them.
+    """
     for result, bound in zip(results, bounds, strict=True):
         key, allowed = result.key, bound.tokens_per_second
         if key.program != "jax" or allowed is None:
             continue
         is_target = result.facts.device == "cpu" and key.batch == 1
-        yield median_figure(
+        figure = median_figure(
             title_of(key.model),
             "_".join(map(str, ("share", *key))),
             [100 * rate / allowed for rate in result.rates()["generation"]],
@@ -223,17 +230,24 @@ def make_shares(results: list[Result], bounds: list[Bound]) -> Iterator[Figure]:
             f"generation: {key}, of what memory allows",
             least=SHARE_TARGETS.get((key.model, key.dtype)) if is_target else None,
         )
+        yield figure, figure.least is not None
 
 
 def _is_compared(ours: Key, theirs: Key) -> bool:
     if ours.model != theirs.model:
-        twin = theirs.model == f"{ours.model}_uniform"
+        twin = theirs.model == f"{ours.model}_{UNIFORM}"
         return twin and ours[1:] == theirs[1:]
     if theirs.program != "jax":
         return ours.batch == theirs.batch
     if ours.dtype != theirs.dtype:
         return ours.batch == theirs.batch and theirs.dtype == "float32"
     return theirs.batch < ours.batch
+
+
+def _is_shown(ours: Key, theirs: Key) -> bool:
+    if ours.batch != theirs.batch or ours.model.endswith(UNIFORM):
+        return False
+    return ours.dtype == theirs.dtype or theirs.program == "jax"
 
 
 def _name_of(theirs: Key, ours: Key) -> str:
