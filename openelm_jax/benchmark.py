@@ -142,6 +142,7 @@ def _measure_generation(arguments: argparse.Namespace) -> None:
 
 
 def _measure_norms(arguments: argparse.Namespace) -> None:
+    from openelm_jax.benchmarks.generation import Protocol
     from openelm_jax.benchmarks.norms import format_norms, measure_norms
     from openelm_jax.benchmarks.norms_in_model import (
         ModelRow,
@@ -151,14 +152,13 @@ def _measure_norms(arguments: argparse.Namespace) -> None:
     from openelm_jax.benchmarks.report import Figure, commit, describe_machine
 
     machine = describe_machine(("jax", "jaxlib", "flax", "numpy", "torch"))
-    dtypes, rounds = arguments.dtype, arguments.rounds
-    rows = measure_norms(arguments.backend, dtypes, rounds, _say)
+    dtypes = arguments.dtype
+    protocol = Protocol(new_tokens=arguments.new_tokens, rounds=arguments.rounds)
+    rows = measure_norms(arguments.backend, dtypes, protocol.rounds, _say)
     in_model: list[ModelRow] = []
     figures: list[Figure] = []
     if arguments.in_model is not None:
-        in_model, figures = measure_in_model(
-            arguments.in_model, dtypes, arguments.new_tokens, rounds, _say
-        )
+        in_model, figures = measure_in_model(arguments.in_model, dtypes, protocol, _say)
     if arguments.json:
         plain = {
             "rows": [dataclasses.asdict(row) for row in rows],
@@ -203,7 +203,7 @@ def _measure_accelerator(arguments: argparse.Namespace) -> None:
     from openelm_jax.xla_flags import set_flags
 
     file = measure_accelerator(
-        tuple(arguments.sizes.split(",")),
+        tuple(dict.fromkeys(arguments.sizes.split(","))),
         Path(arguments.out),
         root=arguments.root,
         tokenizer=arguments.tokenizer,

@@ -17,6 +17,7 @@ from openelm_jax import benchmark
 from openelm_jax.benchmarks import accelerator, accelerator_generation
 from openelm_jax.benchmarks.accelerator_generation import compare_norms, decode_size
 from openelm_jax.config import Experiment
+from openelm_jax.errors import UserError
 from openelm_jax.model.scaling import parameter_count
 
 
@@ -75,7 +76,7 @@ def test_parts_share_the_time_and_the_last_takes_what_is_left(
 
     monkeypatch.setattr(accelerator, "_collect", collect)
     (tmp_path / "tokenizer.model").touch()
-    argv = ["--sizes", "tiny,sotu", "--minutes", "10", "--out", str(tmp_path)]
+    argv = ["--sizes", "tiny,sotu,tiny", "--minutes", "10", "--out", str(tmp_path)]
     argv += ["--tokenizer", str(tmp_path / "tokenizer.model"), "--data.root", str(tmp_path)]
     benchmark.main(["accelerator", *argv])
 
@@ -112,6 +113,21 @@ def test_only_the_parts_that_are_named_are_measured_in_their_order(
     argv += ["--tokenizer", str(tmp_path / "tokenizer.model"), "--data.root", str(tmp_path)]
     benchmark.main(["accelerator", *argv])
     assert seen == ["_decode_part", "_norms_part"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "mistake"),
+    [
+        (["--minutes", "0"], r"--minutes is 0: it must be above 0\."),
+        (["--steps", "0"], r"--steps is 0: it must be at least 1\."),
+        (["--out", __file__], r"--out .*\.py: File exists; give a folder to write into\."),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_in_a_sentence(
+    argv: list[str], mistake: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=mistake):
+        benchmark.main(["accelerator", "--sizes", "tiny", "--out", str(tmp_path), *argv])
 
 
 def test_the_command_names_the_parts_that_there_are() -> None:

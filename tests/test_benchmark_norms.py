@@ -195,6 +195,16 @@ def test_without_pytorch_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         benchmark.main(["norms"])
 
 
-def test_no_rounds_are_refused() -> None:
-    with pytest.raises(UserError, match="--rounds is 0: it must be at least 1"):
-        benchmark.main(["norms", "--backend", "jax", "--rounds", "0"])
+@pytest.mark.parametrize(
+    ("argv", "mistake"),
+    [
+        (["--rounds", "0"], "--rounds is 0: it must be at least 1"),
+        (["--in-model", "10m", "--new-tokens", "1"], "--new-tokens is 1: it must be at least 2"),
+    ],
+)
+def test_what_cannot_be_timed_is_refused_before_anything_is(
+    argv: list[str], mistake: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(norms, "process", None)  # none may be started
+    with pytest.raises(UserError, match=mistake):
+        benchmark.main(["norms", "--backend", "jax", *argv])

@@ -387,7 +387,7 @@ def test_types_and_bits_that_there_are_not_are_refused(directory, named, message
 
 
 def test_a_text_that_memory_has_no_room_for_is_refused_in_a_sentence(model, monkeypatch):
-    message = r"memory has no room for 2 texts of .* max_tokens and proposals"
+    message = r"memory has no room for a cache of 2 x .* tokens: take fewer max_tokens"
     with pytest.raises(UserError, match=message):
         model.generate(["the a", "are"], max_tokens=2**31)
 

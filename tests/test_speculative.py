@@ -310,12 +310,14 @@ def test_the_loop_holds_no_second_cache(name, decode_calls):
     calls, decode = decode_calls
     continue_prompts(SAMPLINGS["greedy"], KINDS[name])
     config, dtype, params, state, *rest = calls[0]
+    slots = state.text_BS.shape[1]
 
     def longer(array):  # a cache that no activation comes near
-        shape = tuple(2048 if size == 64 else size for size in array.shape)
+        shape = tuple(2048 if size == slots else size for size in array.shape)
         return jax.ShapeDtypeStruct(shape, array.dtype)
 
     state = jax.tree.map(longer, state)
+    assert state.text_BS.shape[1] == state.cache[0].key_MSH.shape[1] == 2048
     held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((state.cache, state.kept)))
     memory = decode.lower(config, dtype, params, state, *rest).compile().memory_analysis()
 

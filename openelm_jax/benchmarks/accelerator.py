@@ -57,10 +57,17 @@ def measure_accelerator(
     """Write the report of this machine's first device into the folder `out` and return the file.
 
     Text is that below `root`, or the demo corpus. Raises UserError for text, tokenizer or size
-    that there is not.
+    that there is not, and for a folder that cannot be made.
     """
+    if minutes <= 0:
+        raise UserError(f"--minutes is {minutes:g}: it must be above 0.")
+    if steps < 1:
+        raise UserError(f"--steps is {steps}: it must be at least 1.")
     end = time.monotonic() + 60 * minutes
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as fault:
+        raise UserError(f"--out {out}: {fault.strerror}; give a folder to write into.") from None
     report: dict[str, Any] = {
         "machine": describe_machine(PACKAGES),
         "commit": commit(),

@@ -12,9 +12,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-import numpy as np
 
-from openelm_jax.benchmarks.bandwidth import READ_BYTES, device_bandwidth, host_bandwidth
+from openelm_jax.benchmarks.bandwidth import READ_BYTES, reader
 from openelm_jax.benchmarks.generation import Protocol, prompts_of
 from openelm_jax.benchmarks.generation_models import model_of
 from openelm_jax.benchmarks.generation_report import (
@@ -70,8 +69,8 @@ def decode_size(experiment: Experiment) -> Iterator[dict[str, Any]]:
         prompt_tokens=protocol.prompt_tokens,
         new_tokens=protocol.new_tokens,
     )
-    bandwidth = _bandwidth()
-    row = make_row(result, bound_of(result, {facts.device: bandwidth}))
+    device, bandwidth = reader(READ_BYTES)()
+    row = make_row(result, bound_of(result, {device: bandwidth}))
     yield {
         "prompt_tokens_per_second": row.prompt.median,
         "generation_tokens_per_second": row.generation.median,
@@ -129,9 +128,3 @@ def _setting(model: ModelConfig) -> tuple[Protocol, DType, ModelConfig]:
     length = max(model.context_length, protocol.prompt_tokens + protocol.new_tokens)
     config = dataclasses.replace(model, normalization="rms_norm", context_length=length)
     return protocol, "float32" if on_a_cpu else "bfloat16", config
-
-
-def _bandwidth() -> float:
-    if jax.devices()[0].platform == "cpu":
-        return host_bandwidth(np.ones(READ_BYTES // 4, np.float32))
-    return device_bandwidth()

@@ -19,14 +19,14 @@ READS = 5
 
 
 def serve_bandwidth(connection: Connection, num_bytes: int = READ_BYTES) -> None:
-    """Answer any question with the platform of jax's first device and the bytes a second that are
-    read of so many there."""
-    read = _reader(num_bytes)
+    """Answer any question with what a `reader` of so many bytes finds."""
+    read = reader(num_bytes)
     for _ in questions(connection):
         connection.send(read())
 
 
-def _reader(num_bytes: int) -> Callable[[], tuple[str, float]]:
+def reader(num_bytes: int) -> Callable[[], tuple[str, float]]:
+    """Return what reads so many bytes: the platform of jax's first device, and bytes a second."""
     import jax
 
     device = jax.devices()[0]
@@ -54,7 +54,7 @@ def host_bandwidth(array: np.ndarray) -> float:
         return array.nbytes / min(seconds(way) for way in ways for _ in range(READS))
 
 
-def device_bandwidth(num_bytes: int = READ_BYTES) -> float:
+def device_bandwidth(num_bytes: int) -> float:
     """Return bytes a second of summing numbers on jax's first device, best of several."""
     import jax
     import jax.numpy as jnp

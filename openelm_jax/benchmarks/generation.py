@@ -60,12 +60,20 @@ NO_PREALLOCATION = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 
 @dataclass(frozen=True, kw_only=True)
 class Protocol:
-    """What every side does in a turn, and how often."""
+    """What every side does in a turn, and how often; UserError for what cannot be timed."""
 
     new_tokens: int = 1024
     rounds: int = 3
     batches: tuple[int, ...] = (1,)
     prompt_tokens: int = PROMPT_TOKENS
+
+    def __post_init__(self) -> None:
+        if self.new_tokens < 2:
+            raise UserError(f"--new-tokens is {self.new_tokens}: it must be at least 2.")
+        if self.rounds < 1:
+            raise UserError(f"--rounds is {self.rounds}: it must be at least 1.")
+        if min(self.batches) < 1:
+            raise UserError(f"--batch is {min(self.batches)}: it must be at least 1.")
 
 
 class Entry(NamedTuple):
@@ -254,12 +262,6 @@ def _check(
                 f"pip install 'openelm_jax[{extra}]', or leave {program} out of --backend"
                 f"{' and --others away' if program == 'transformers' else ''}."
             )
-    if protocol.new_tokens < 2:
-        raise UserError(f"--new-tokens is {protocol.new_tokens}: it must be at least 2.")
-    if protocol.rounds < 1:
-        raise UserError(f"--rounds is {protocol.rounds}: it must be at least 1.")
-    if min(protocol.batches) < 1:
-        raise UserError(f"--batch is {min(protocol.batches)}: it must be at least 1.")
     if set(precisions) <= BITS.keys() and ("jax" not in programs or set(others) - {UNIFORM}):
         raise UserError(
             f"--dtype is {','.join(precisions)}: only jax has weights in so few bits here; have "

@@ -101,8 +101,6 @@ def measure_norms(
             f"{BENCHMARK}: torch is not installed: pip install 'openelm_jax[torch]', or leave "
             "torch out of --backend."
         )
-    if rounds < 1:
-        raise UserError(f"--rounds is {rounds}: it must be at least 1.")
     rows: list[NormRow] = []
     with ExitStack() as stack:
         asks: dict[str, Ask] = {

@@ -34,7 +34,6 @@ from openelm_jax.benchmarks.norms import BENCHMARK, norm_shapes
 from openelm_jax.benchmarks.processes import process, questions
 from openelm_jax.benchmarks.report import Figure, format_parts, format_table, median_figure, short
 from openelm_jax.config import DType, ModelConfig
-from openelm_jax.errors import UserError
 
 LEAST_RATIO = 0.97
 """Of generation with RMSNorm to that with LayerNorm and without norms, on accelerators."""
@@ -58,15 +57,11 @@ class ModelRow:
 def measure_in_model(
     size: str,
     dtypes: tuple[DType, ...],
-    new_tokens: int,
-    rounds: int,
+    protocol: Protocol,
     say: Callable[[str], None],
 ) -> tuple[list[ModelRow], list[Figure]]:
     """Return how fast a size generates with each normalization, and the ratios of RMSNorm's."""
-    if new_tokens < 2:
-        raise UserError(f"--new-tokens is {new_tokens}: it must be at least 2.")
-    config = model_of(size)
-    protocol = Protocol(new_tokens=new_tokens)
+    config, new_tokens = model_of(size), protocol.new_tokens
     prompts_BT = prompts_of(protocol, config.vocab_size)[1]
     length = protocol.prompt_tokens + new_tokens
     config = dataclasses.replace(
@@ -82,7 +77,9 @@ def measure_in_model(
             cure=CURE,
             environment=NO_PREALLOCATION,
         ) as ask:
-            found: list[tuple[dict[str, Turn], str]] = [ask(number) for number in range(rounds)]
+            found: list[tuple[dict[str, Turn], str]] = [
+                ask(number) for number in range(protocol.rounds)
+            ]
         rates = {
             name: rates_of([turns[name] for turns, _ in found], 1, PROMPT_TOKENS, new_tokens)
             for name in NORMALIZATIONS

@@ -128,8 +128,8 @@ def stream(
     proposed = 0 if speculation is None else speculation.count
     cache_length = bucket(longest + max_tokens + proposed)
     too_long = UserError(
-        f"memory has no room for {num_rows} texts of {cache_length:,} tokens, prompt, max_tokens "
-        "and proposals together: take fewer of one of them, or fewer prompts at a time."
+        f"memory has no room for a cache of {num_rows:,} x {cache_length:,} tokens: take fewer "
+        "max_tokens, shorter prompts or proposals, or fewer prompts at a time."
     )
     if cache_length > np.iinfo(np.int32).max:
         raise too_long
