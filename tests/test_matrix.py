@@ -74,6 +74,14 @@ def test_a_product_is_that_of_the_weights_that_are_meant(
     assert product(x_BTI, stored).dtype == dtype
 
 
+@pytest.mark.parametrize("form", ["8 bits", "4 bits"])
+def test_fewer_bits_are_the_same_weights_for_one_row_and_for_many_in_bfloat16(form: str) -> None:
+    x_RI = jnp.asarray(RNG.standard_normal((matrix.MOST_VECTORS + 1, 128)), jnp.bfloat16)
+    many_RO = product(x_RI, FORMS[form], jnp.float32)
+    one_1O = product(x_RI[:1], FORMS[form], jnp.float32)
+    np.testing.assert_allclose(many_RO[:1], one_1O, atol=2e-5)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_a_token_has_its_row(form: str) -> None:
     tokens_BT = np.array([[3, 47], [0, 3]])

@@ -115,6 +115,8 @@ def _on_cpu(x_RI: jax.Array, matrix: Matrix) -> jax.Array:
             return _vectors(x_RI, levels_OI) * scale_O1[:, 0]
         case Int4() if len(x_RI) <= MOST_VECTORS:
             return _groups(x_RI, matrix)
+        case Int8() | Int4():  # exactly the weights of fewer rows, whatever the compute type
+            return _dot(x_RI.astype(jnp.float32), matrix.widened())
     return _anywhere(x_RI, matrix)
 
 
