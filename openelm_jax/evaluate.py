@@ -1,4 +1,4 @@
-"""A model's figures on the paper's tasks, or any: `python -m openelm_jax.evaluate --from WHERE`."""
+"""A model's figures on tasks and texts: `python -m openelm_jax.evaluate --from WHERE`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from openelm_jax.xla_flags import set_flags
 if TYPE_CHECKING:
     from openelm_jax.config import ModelConfig
     from openelm_jax.evaluation.tables import PaperRow
+    from openelm_jax.generation.language_model import LanguageModel
 
 SUITE_NAMES = ("zero-shot", "openllm", "llm360")
 EXAMPLES = """
 python -m openelm_jax.evaluate --from runs/tiny --suite zero-shot --limit 100
 python -m openelm_jax.evaluate --from exports/270m --suite openllm --out results/270m
 python -m openelm_jax.evaluate --from exports/3b --tasks piqa,hellaswag:10 --data DIR
+python -m openelm_jax.evaluate --from runs/tiny --text held_out.txt --stride 256
 """
 PUBLISHED = {
     (16, 1280): "OpenELM-270M",
@@ -33,7 +35,7 @@ PUBLISHED = {
 
 
 def main(argv: list[str]) -> None:
-    """Print a table of the tasks, or JSON, and write both below --out."""
+    """Print a table of the tasks or texts, or JSON, and write both below --out."""
     arguments = _parse(argv)
     for line in set_flags(arguments.processes):
         _say(line)
@@ -41,10 +43,13 @@ def main(argv: list[str]) -> None:
 
     join_processes(arguments.coordinator, arguments.processes, arguments.process, _say)
     with ending_alone():
-        _evaluate(arguments)
+        if arguments.text:
+            _evaluate_texts(arguments)
+        else:
+            _evaluate_tasks(arguments)
 
 
-def _evaluate(arguments: argparse.Namespace) -> None:
+def _evaluate_tasks(arguments: argparse.Namespace) -> None:
     import jax
 
     from openelm_jax.evaluation.answers import cache_file
@@ -54,7 +59,6 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     from openelm_jax.evaluation.suites import SUITES, parse_tasks, quiet
     from openelm_jax.evaluation.suites import run as run_tasks
     from openelm_jax.evaluation.tables import all_rows, markdown, to_json
-    from openelm_jax.generation.language_model import load
 
     # --- What is asked, before anything takes time.
     suite = arguments.suite
@@ -64,15 +68,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     quiet()
 
     # --- The model, and what it has answered before.
-    model = load(
-        arguments.where,
-        arguments.tokenizer,
-        dtype=arguments.dtype,
-        exp=arguments.exp,
-        quantize=arguments.quantize,
-        replica=arguments.replica,
-        tensor=arguments.tensor,
-    )
+    model = _load(arguments)
     row = _row(rows, arguments.beside, model.config)
     lm = harness_model(model)
     cache = cache_file(cache_folder() / "answers", model, lm)
@@ -88,6 +84,35 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     if arguments.out:
         pages = [table, all_rows(arguments.where, suite, results, rows)] if rows else [table]
         _write(arguments.out, json.dumps(found, indent=2), "\n\n".join(pages))
+
+
+def _evaluate_texts(arguments: argparse.Namespace) -> None:
+    import jax
+
+    from openelm_jax.evaluation.text import text_costs, text_json, text_table
+
+    costs = text_costs(_load(arguments), arguments.text, arguments.stride)
+    if jax.process_index() != 0:
+        return
+    table = text_table(costs)
+    found = text_json(arguments.where, arguments.stride, costs)
+    print(json.dumps(found) if arguments.json else table)
+    if arguments.out:
+        _write(arguments.out, json.dumps(found, indent=2), table)
+
+
+def _load(arguments: argparse.Namespace) -> LanguageModel:
+    from openelm_jax.generation.language_model import load
+
+    return load(
+        arguments.where,
+        arguments.tokenizer,
+        dtype=arguments.dtype,
+        exp=arguments.exp,
+        quantize=arguments.quantize,
+        replica=arguments.replica,
+        tensor=arguments.tensor,
+    )
 
 
 def _row(rows: Sequence[PaperRow], beside: str | None, config: ModelConfig) -> PaperRow | None:
@@ -118,9 +143,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser = command_parser(
         "evaluate",
         "The paper's suites of tasks, or any task of lm-evaluation-harness, beside the paper's "
-        "figures.\nThe same command again goes on where an interrupted one stopped.",
+        "figures;\nor what texts cost. Tasks go on where an interrupted command stopped.",
         EXAMPLES,
-        "--from WHERE (--suite SUITE | --tasks NAMES) [--FLAG VALUE ...]",
+        "--from WHERE (--suite SUITE | --tasks NAMES | --text FILE) [--FLAG VALUE ...]",
     )
     flag = parser.add_argument
     flag("--from", dest="where", required=True, metavar="WHERE", help="whatever holds weights")
@@ -128,6 +153,20 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     what.add_argument("--suite", choices=SUITE_NAMES, help="the paper's Table 3 (a), (b) or (c)")
     what.add_argument(
         "--tasks", metavar="A,B:SHOTS", help="tasks of the harness, maybe with examples before each"
+    )
+    what.add_argument(
+        "--text",
+        action="append",
+        type=Path,
+        metavar="FILE",
+        help="nats a token, perplexity and bits per byte of a text; again for several",
+    )
+    flag(
+        "--stride",
+        type=int,
+        metavar="N",
+        help="score N tokens of a text at a time after all that fit before them; else windows "
+        "lie side by side",
     )
     flag("--limit", type=int, metavar="N", help="only the first N items of each task")
     flag(
@@ -151,6 +190,10 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if arguments.limit is not None and arguments.limit < 1:
         parser.error("--limit: give a number of items, 1 or more")
+    if arguments.stride is not None and not arguments.text:
+        parser.error("--stride moves over texts: give --text too")
+    if arguments.text and (arguments.limit or arguments.data):
+        parser.error("--limit and --data are for tasks: leave them out with --text")
     if arguments.beside and not arguments.suite:
         parser.error("--beside compares suites: give --suite too")
     return arguments

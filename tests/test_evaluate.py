@@ -229,7 +229,7 @@ def test_the_suites_of_the_command_line_are_those_that_there_are():
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("--from W", "--suite --tasks is required"),
+        ("--from W", "--suite --tasks --text is required"),
         ("--from W --suite openllm --tasks piqa", "not allowed with"),
         ("--from W --suite (b)", "invalid choice"),
         ("--from W --tasks piqa --limit 0", "--limit: give a number"),

@@ -260,9 +260,10 @@ def test_losses_in_float32_are_that_on_every_device(monkeypatch):
         return apply(*arguments, **named)
 
     monkeypatch.setattr(Decoder, "apply", spy)
-    loss = text_loss(in_memory(tiny(), random_params(tiny())), np.arange(9, dtype=np.int32))
+    config = tiny(vocab_size=41)  # no other test's, or what is compiled would be used again
+    loss = text_loss(in_memory(config, random_params(config)), np.arange(9, dtype=np.int32))
 
-    assert precisions == ["highest"]
+    assert set(precisions) == {"highest"}
     assert 0 < loss < 100
 
 

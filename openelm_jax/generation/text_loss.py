@@ -1,22 +1,57 @@
-"""What a text costs a model: mean cross-entropy a token.
-
-Legend: T tokens predicted in a row, V vocab.
-"""
+"""What a text costs a model: each of its tokens scored once, in windows of the context length."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from openelm_jax.errors import UserError
-from openelm_jax.generation.forward import apply
-from openelm_jax.model.decoder import Decoder, Params
+from openelm_jax.generation.forward import decoding_params
+from openelm_jax.generation.scoring import Request, Scored, score
+from openelm_jax.tokenizer import Tokenizer
 from openelm_jax.weights.stored import StoredWeights, read_params
 
 MOST_TOKENS = 16_384
+
+
+def windows(tokens: np.ndarray, length: int, stride: int | None = None) -> list[Request]:
+    """Return requests that score each token but the first once, reading `length` tokens at most.
+
+    Without `stride` windows lie side by side, and each is predicted from its own first token. With
+    it each window but the first scores `stride` tokens, after length - stride others that the
+    window before had.
+    """
+    ids, stride = tokens.tolist(), stride or length
+    stops = [*range(min(length + 1, len(ids)), len(ids), stride), len(ids)]
+    requests, scored = [], 1
+    for stop in stops:
+        start = max(0, stop - 1 - length) if stride < length else scored - 1
+        requests.append(Request(ids[start:scored], ids[scored:stop]))
+        scored = stop
+    return requests
+
+
+def nats(scores: Sequence[Scored]) -> float:
+    """Return what all of them cost together."""
+    return -sum(scored.log_probability for scored in scores)
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file; UserError if it is not there, not UTF-8 or empty."""
+    try:
+        text = path.read_bytes().decode("utf-8")
+    except (OSError, UnicodeDecodeError) as fault:
+        raise UserError(f"{path}: {fault}; give a text file in UTF-8.") from None
+    if not text.strip():
+        raise UserError(f"{path} holds no text; give a file that does.")
+    return text
+
+
+def with_bos(tokenizer: Tokenizer, text: str) -> np.ndarray:
+    """Return <s> and the tokens of a text, int32 [T]."""
+    return np.concatenate([[tokenizer.bos_id], tokenizer.encode(text)]).astype(np.int32)
 
 
 def text_tokens(stored: StoredWeights, text: Path) -> np.ndarray:
@@ -28,36 +63,12 @@ def text_tokens(stored: StoredWeights, text: Path) -> np.ndarray:
         raise UserError(
             f"{stored.source} has no tokenizer to read {text} with; give one with --tokenizer."
         )
-    try:
-        ids = stored.tokenizer.encode(text.read_text(encoding="utf-8"))[:MOST_TOKENS]
-    except (OSError, UnicodeDecodeError) as fault:
-        raise UserError(f"{text}: {fault}; give a text file in UTF-8.") from None
-    if len(ids) == 0:
-        raise UserError(f"{text} holds no text; give a file that does.")
-    return np.concatenate([[stored.tokenizer.bos_id], ids]).astype(np.int32)
+    return with_bos(stored.tokenizer, read_text(text))[: MOST_TOKENS + 1]
 
 
 def text_loss(stored: StoredWeights, tokens: np.ndarray) -> float:
-    """Return nats a token after the first, computed in float32.
-
-    The text is one document of rows of the context's length, each predicted from its own beginning.
-    """
-    config = stored.config
-    decoder, params = Decoder(config, dtype="float32"), read_params(stored)
-
-    @jax.jit
-    def row_loss(params: Params, tokens_1T: jax.Array, targets_1T: jax.Array) -> jax.Array:
-        logits_1TV = apply(decoder, params, "__call__", tokens_1T)
-        log_probability_1TV = jax.nn.log_softmax(logits_1TV)
-        chosen_1T = jnp.take_along_axis(log_probability_1TV, targets_1T[..., None], -1)[..., 0]
-        return -jnp.sum(chosen_1T * (targets_1T >= 0))
-
-    length = config.context_length
-    total = 0.0
-    for start in range(0, len(tokens) - 1, length):
-        targets = tokens[start + 1 : start + 1 + length]
-        missing = (0, length - len(targets))
-        row = np.pad(tokens[start : start + len(targets)], missing)
-        counted = np.pad(targets, missing, constant_values=-1)
-        total += float(row_loss(params, row[None], counted[None]))
-    return total / (len(tokens) - 1)
+    """Return nats a token after the first, computed in float32, windows side by side."""
+    config, params = stored.config, decoding_params(read_params(stored), "float32")
+    requests = windows(tokens, config.context_length)
+    scores = score(config, params, "float32", requests, vocab_size=config.vocab_size)
+    return nats(scores) / (len(tokens) - 1)
