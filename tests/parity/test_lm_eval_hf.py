@@ -35,10 +35,9 @@ NAMES = (
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _no_hub(tmp_path_factory):
+def _no_hub(tmp_path_factory, modules_cache):
     with pytest.MonkeyPatch.context() as patch:
-        modules = str(tmp_path_factory.mktemp("modules"))
-        patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", modules)
+        patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", modules_cache)
         for flag in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
             patch.setitem(os.environ, flag, "1")
         cache = str(tmp_path_factory.mktemp("datasets"))

@@ -80,6 +80,7 @@ def test_learning_rates_are_the_fixture_s_rounded_to_eight_decimals():
     assert rates == [round(rate, 8) for rate in rates]
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("cut", CUTS)
 def test_losses_are_those_of_pytorch(cut):
     metrics, _ = train(*cut)

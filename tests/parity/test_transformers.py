@@ -29,13 +29,9 @@ PROMPT = [1, 5, 9, 30, 17, 2, 44, 100]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _no_hub(tmp_path_factory):
-    """Copies of the code that transformers runs stay in a directory of the test."""
+def _no_hub(modules_cache):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "transformers.dynamic_module_utils.HF_MODULES_CACHE",
-            str(tmp_path_factory.mktemp("modules")),
-        )
+        patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", modules_cache)
         patch.setitem(os.environ, "HF_HUB_OFFLINE", "1")
         yield
 
