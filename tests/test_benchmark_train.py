@@ -191,6 +191,7 @@ def test_numbers_that_are_not_finite_are_null_in_the_report(tmp_path: Path) -> N
     assert found["sizes"]["270m"] == {"last_loss": None, "step_seconds_range": [0.5, None]}
 
 
+@pytest.mark.heavy
 def test_a_part_tells_what_it_found_however_it_ends() -> None:
     def collect(part, seconds: float = 60) -> dict:
         return accelerator._collect(part, (), time.monotonic() + seconds, lambda line: None)

@@ -198,6 +198,7 @@ def test_lanes_that_hosts_cannot_share_evenly_are_refused(tmp_path):
         open_mixture(tmp_path, host=0, hosts=3)
 
 
+@pytest.mark.heavy
 def test_worker_processes_make_the_same_batches_and_leave_nothing_behind(tmp_path):
     write_mixture(tmp_path, "jsonl")
     alone, data = open_mixture(tmp_path), open_mixture(tmp_path, workers=3)

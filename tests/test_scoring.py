@@ -148,6 +148,7 @@ def test_a_request_longer_than_shared_rows_may_be_has_a_row_of_its_own(monkeypat
     assert scoring._cuts(np.array([20, 200, 30]), np.array([0, 10, 30])) == [(0, 1), (1, 2), (2, 3)]
 
 
+@pytest.mark.heavy
 def test_two_processes_score_half_each_and_know_all(tmp_path, expected):
     """Real processes, joined by jax.distributed, with two devices that divide the rows."""
     environ = environment(tmp_path) | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}

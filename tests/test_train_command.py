@@ -119,6 +119,7 @@ def metrics_size(run: Path) -> int:
     return path.stat().st_size if path.is_file() else 0
 
 
+@pytest.mark.heavy
 def test_stopped_by_sigterm_and_sigint_it_saves_and_goes_on_to_the_very_same_end(
     experiment: Path, unbroken, tmp_path: Path, compiled_code: Path
 ) -> None:
