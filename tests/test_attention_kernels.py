@@ -205,11 +205,8 @@ def compare_over_context():
         *arrays, ids_BS = draw(num_tokens, num_tokens, 64, batch=2 if num_tokens == 64 else 1)
         tokens = PartitionSpec(None, "context")
 
-        def attend(*qkvs, kernel=kernel, size=size):
-            sharded = over_context(kernel, "context", size)
-            return sharded(*qkvs[:3], None, qkvs[3])
-
         mesh = Mesh(np.array(jax.devices()[:size]), ("context",))
+        attend = over_context(kernel, "context", size)
         sharded = jax.shard_map(
             attend, mesh=mesh, in_specs=(tokens,) * 4, out_specs=tokens, check_vma=False
         )

@@ -1,14 +1,19 @@
-"""The paper's Tables 4 and 5: what it found for its models, in percent."""
+"""The paper's Tables 4 and 5: what it found for models, in percent (`paper_results.json`)."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.resources import files
 
 
 @dataclass(frozen=True)
 class PaperRow:
-    """A row: a model's figures by the harness' names of the tasks, and their average."""
+    """A row: a model's figures by the harness' names of the tasks, and their average.
+
+    Where a source has only the average there are no figures.
+    """
 
     model: str
     kind: str
@@ -17,17 +22,17 @@ class PaperRow:
     source: str
 
 
-MODELS = ("OpenELM-270M", "OpenELM-450M", "OpenELM-1_1B", "OpenELM-3B")
-AVERAGES = {
-    "zero-shot": (54.37, 57.56, 63.44, 67.39),
-    "openllm": (38.72, 41.50, 45.93, 48.90),
-    "llm360": (45.13, 47.69, 51.68, 54.35),
-}
-
-
 def paper_rows(suite: str) -> list[PaperRow]:
     """Return the rows of one suite."""
+    text = (files("openelm_jax.evaluation") / "paper_results.json").read_text(encoding="utf-8")
+    table = json.loads(text)[suite]
     return [
-        PaperRow(model, "base", {}, average, "Table 4 of the paper")
-        for model, average in zip(MODELS, AVERAGES[suite], strict=True)
+        PaperRow(
+            row["model"],
+            row["kind"],
+            dict(zip(table["tasks"], row["values"], strict=bool(row["values"]))),
+            row["average"],
+            row["source"],
+        )
+        for row in table["rows"]
     ]
