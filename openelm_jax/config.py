@@ -297,12 +297,21 @@ class TrainingConfig:
     """Steps between validations; 0 validates at the end only."""
     sample_prompts: tuple[str, ...] = ()
     """Prompts continued with every validation."""
+    evaluate_every: int = 0
+    """Steps between evaluations on tasks; 0 never evaluates."""
+    evaluate_tasks: tuple[str, ...] = ("arc_easy", "hellaswag", "piqa", "winogrande")
+    """Tasks of lm-evaluation-harness, maybe with a number of examples (piqa:5)."""
+    evaluate_limit: int | None = 500
+    """The first items of each task that are asked; None asks all."""
+    evaluate_data: str | None = None
+    """Folder with copies of the tasks' data; None asks the Hub."""
 
     def __post_init__(self) -> None:
         _check_types("training.", self)
-        for name in ("steps", "global_batch_size", "accumulation", "loss_chunk", "log_every"):
+        at_least_1 = ("steps", "global_batch_size", "accumulation", "loss_chunk", "log_every")
+        for name in (*at_least_1, "evaluate_limit"):
             _require_at_least("training", name, getattr(self, name), 1)
-        for name in ("validate_every", "seed"):
+        for name in ("validate_every", "evaluate_every", "seed"):
             _require_at_least("training", name, getattr(self, name), 0)
         if self.global_batch_size % self.accumulation:
             raise UserError(

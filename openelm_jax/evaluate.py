@@ -15,6 +15,7 @@ from openelm_jax.xla_flags import set_flags
 
 if TYPE_CHECKING:
     from openelm_jax.config import ModelConfig
+    from openelm_jax.evaluation.suites import OpenTask, Results, Task
     from openelm_jax.evaluation.tables import PaperRow
     from openelm_jax.generation.language_model import LanguageModel
 
@@ -24,6 +25,7 @@ python -m openelm_jax.evaluate --from runs/tiny --suite zero-shot --limit 100
 python -m openelm_jax.evaluate --from exports/270m --suite openllm --out results/270m
 python -m openelm_jax.evaluate --from exports/3b --tasks piqa,hellaswag:10 --data DIR
 python -m openelm_jax.evaluate --from runs/tiny --text held_out.txt --stride 256
+python -m openelm_jax.evaluate --run runs/tiny --all-checkpoints --average-last 5 --tasks piqa
 """
 PUBLISHED = {
     (16, 1280): "OpenELM-270M",
@@ -50,33 +52,27 @@ def main(argv: list[str]) -> None:
 
 
 def _evaluate_tasks(arguments: argparse.Namespace) -> None:
-    import jax
-
-    from openelm_jax.evaluation.answers import cache_file
-    from openelm_jax.evaluation.harness import harness_class, harness_model
-    from openelm_jax.evaluation.local_data import cache_folder
     from openelm_jax.evaluation.paper_results import paper_rows
-    from openelm_jax.evaluation.suites import SUITES, parse_tasks, quiet
-    from openelm_jax.evaluation.suites import run as run_tasks
+    from openelm_jax.evaluation.suites import SUITES, open_tasks, parse_tasks, quiet
     from openelm_jax.evaluation.tables import all_rows, markdown, to_json
 
-    # --- What is asked, before anything takes time.
+    # --- What is asked, and its data, before anything takes time.
     suite = arguments.suite
     tasks = SUITES[suite] if suite else parse_tasks(arguments.tasks)
     rows = paper_rows(suite) if suite else []
-    harness_class()
     quiet()
+    if arguments.run:
+        _evaluate_run(arguments, tasks)
+        return
+    opened = open_tasks(tasks, arguments.data)
 
-    # --- The model, and what it has answered before.
+    # --- The model, and the paper's of the same shape.
     model = _load(arguments)
     row = _row(rows, arguments.beside, model.config)
-    lm = harness_model(model)
-    cache = cache_file(cache_folder() / "answers", model, lm)
-    cache.parent.mkdir(parents=True, exist_ok=True)
 
     # --- Requests, answers, metrics.
-    results = run_tasks(lm, tasks, limit=arguments.limit, data=arguments.data, cache=cache)
-    if jax.process_index() != 0:
+    results = _results(arguments, model, opened)
+    if not _is_first():
         return
     table = markdown(arguments.where, suite, results, row)
     found = to_json(arguments.where, suite, results, row)
@@ -86,13 +82,63 @@ def _evaluate_tasks(arguments: argparse.Namespace) -> None:
         _write(arguments.out, json.dumps(found, indent=2), "\n\n".join(pages))
 
 
-def _evaluate_texts(arguments: argparse.Namespace) -> None:
+def _evaluate_run(arguments: argparse.Namespace, tasks: Sequence[Task]) -> None:
+    from openelm_jax.evaluation.curves import (
+        curves_json,
+        curves_table,
+        evaluate_points,
+        models_of,
+        points_of,
+        require_matplotlib,
+        write_curves,
+    )
+    from openelm_jax.evaluation.suites import open_tasks
+    from openelm_jax.generation.placement import decoding_mesh
+
+    require_matplotlib()
+    run_directory, suite = arguments.run, arguments.suite
+    steps = points_of(run_directory, arguments.average_last)
+    opened = open_tasks(tasks, arguments.data)
+    mesh = decoding_mesh(arguments.replica, arguments.tensor)
+    models = models_of(run_directory, steps, arguments.dtype, arguments.quantize, mesh)
+    say = _say if _is_first() else lambda line: None
+    points = evaluate_points(steps, models, lambda m: _results(arguments, m, opened), say)
+    if not _is_first():
+        return
+    found = curves_json(run_directory, suite, points)
+    print(json.dumps(found) if arguments.json else curves_table(points))
+    written = write_curves(
+        arguments.out or run_directory / "evaluation", run_directory, suite, points
+    )
+    _say(f"wrote {', '.join(map(str, written))}")
+
+
+def _results(
+    arguments: argparse.Namespace, model: LanguageModel, opened: Sequence[OpenTask]
+) -> Results:
+    """Return what a model finds on tasks, asking nothing that it has answered before."""
+    from openelm_jax.evaluation.answers import cache_file
+    from openelm_jax.evaluation.harness import harness_model
+    from openelm_jax.evaluation.local_data import cache_folder
+    from openelm_jax.evaluation.suites import run as run_tasks
+
+    lm = harness_model(model)
+    cache = cache_file(cache_folder() / "answers", model, lm)
+    cache.parent.mkdir(parents=True, exist_ok=True)
+    return run_tasks(lm, opened, limit=arguments.limit, cache=cache)
+
+
+def _is_first() -> bool:
     import jax
 
+    return jax.process_index() == 0
+
+
+def _evaluate_texts(arguments: argparse.Namespace) -> None:
     from openelm_jax.evaluation.text import text_costs, text_json, text_table
 
     costs = text_costs(_load(arguments), arguments.text, arguments.stride)
-    if jax.process_index() != 0:
+    if not _is_first():
         return
     table = text_table(costs)
     found = text_json(arguments.where, arguments.stride, costs)
@@ -145,10 +191,14 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         "The paper's suites of tasks, or any task of lm-evaluation-harness, beside the paper's "
         "figures;\nor what texts cost. Tasks go on where an interrupted command stopped.",
         EXAMPLES,
-        "--from WHERE (--suite SUITE | --tasks NAMES | --text FILE) [--FLAG VALUE ...]",
+        "(--from WHERE | --run DIR) (--suite SUITE | --tasks A,B | --text FILE) [--FLAG VALUE ...]",
     )
     flag = parser.add_argument
-    flag("--from", dest="where", required=True, metavar="WHERE", help="whatever holds weights")
+    whose = parser.add_mutually_exclusive_group(required=True)
+    whose.add_argument("--from", dest="where", metavar="WHERE", help="whatever holds weights")
+    whose.add_argument(
+        "--run", type=Path, metavar="DIR", help="a run: with --all-checkpoints, its curves"
+    )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--suite", choices=SUITE_NAMES, help="the paper's Table 3 (a), (b) or (c)")
     what.add_argument(
@@ -168,6 +218,12 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         help="score N tokens of a text at a time after all that fit before them; else windows "
         "lie side by side",
     )
+    flag(
+        "--all-checkpoints",
+        action="store_true",
+        help="each saved step of --run: curves.json, .png and .svg in DIR/evaluation, or --out",
+    )
+    flag("--average-last", type=int, metavar="N", help="and the mean of the last N, marked")
     flag("--limit", type=int, metavar="N", help="only the first N items of each task")
     flag(
         "--data",
@@ -194,6 +250,15 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         parser.error("--stride moves over texts: give --text too")
     if arguments.text and (arguments.limit or arguments.data):
         parser.error("--limit and --data are for tasks: leave them out with --text")
+    if arguments.run and not arguments.all_checkpoints:
+        parser.error("--run needs --all-checkpoints; for its last step give --from RUN")
+    if not arguments.run and (arguments.all_checkpoints or arguments.average_last is not None):
+        parser.error("--all-checkpoints and --average-last are for runs: give --run RUN")
+    if arguments.average_last is not None and arguments.average_last < 2:
+        parser.error("--average-last: give a number of steps, 2 or more")
+    for name in ("text", "beside", "tokenizer", "exp"):
+        if arguments.run and getattr(arguments, name):
+            parser.error(f"--{name} is for weights: leave it out with --run")
     if arguments.beside and not arguments.suite:
         parser.error("--beside compares suites: give --suite too")
     return arguments

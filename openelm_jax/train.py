@@ -21,6 +21,7 @@ from openelm_jax.errors import UserError
 from openelm_jax.training.clock import Clock
 from openelm_jax.xla_flags import set_flags
 
+SAMPLE_TOKENS = 48
 PURPOSE = (
     "Pre-train an experiment. The same command again goes on where the run stopped,\n"
     "with the same batches and the same bits as if it had not."
@@ -58,7 +59,9 @@ def _train(
 
     from openelm_jax.data.audit import audit_position, summary_lines
     from openelm_jax.data.pipeline import Position, open_data, validation_set
+    from openelm_jax.evaluation.in_training import evaluate_chosen, open_chosen
     from openelm_jax.experiment_file import to_json
+    from openelm_jax.generation.snapshot import snapshot
     from openelm_jax.model.scaling import flops_per_token, parameter_count
     from openelm_jax.parallel.devices import peak_flops
     from openelm_jax.parallel.mesh import (
@@ -76,7 +79,7 @@ def _train(
     from openelm_jax.training.compilation import compile_step, keep_compiled_code
     from openelm_jax.training.feed import feed, whole_position
     from openelm_jax.training.loop import Logged, train_loop
-    from openelm_jax.training.metrics import MetricWriter, is_validated, progress, speed_figures
+    from openelm_jax.training.metrics import MetricWriter, is_logged, progress, speed_figures
     from openelm_jax.training.optimizer import learning_rate
     from openelm_jax.training.profile import Profile
     from openelm_jax.training.program import make_program
@@ -140,6 +143,7 @@ def _train(
         check_shards(directory, data.manifest)
         _require_row_for_padding(config, data.pad_id)
         held_out = validation_set(experiment.data, tokenizer, row_length=row_length)
+        tasks = open_chosen(training)
     isolating = tokenizer.bos_id if experiment.data.isolate_documents else None
     say(
         "held out: nothing (name shards in data.sources.holdout to validate)"
@@ -179,7 +183,10 @@ def _train(
     reweighting = restored is not None and flags.reweight
     if is_first and not reweighting:  # else when a checkpoint has these weights
         record_run(directory, experiment, data.manifest)
-    if start == training.steps and (held_out is None or is_validated(directory, start)):
+    looks = {"validation": held_out is not None, "evaluation": bool(tasks)}
+    if start == training.steps and all(
+        is_logged(directory, start, group) for group, wanted in looks.items() if wanted
+    ):
         say(f"{directory} is complete: {start:,} of {training.steps:,} steps")
         return
 
@@ -188,6 +195,7 @@ def _train(
     rows_at_a_time = training.global_batch_size // training.accumulation
     peak = peak_flops(device)
     looked_at: set[int] = set()
+    evaluated_at: set[int] = set()
     saved: Position | None = None
 
     # --- What happens beside the steps.
@@ -239,9 +247,25 @@ def _train(
                 f"step {step:,}: {loss.nats_per_token:.4f} nats a token, "
                 f"{loss.bits_per_byte:.4f} bits a byte on the held-out text"
             )
-        for prompt, text in _samples(experiment, params, tokenizer):
-            say(f"step {step:,}: {prompt}{text}")
+        prompts = training.sample_prompts
+        if prompts:
+            model = snapshot(config, params, tokenizer, training.dtype)
+            texts = model.generate(prompts, max_tokens=SAMPLE_TOKENS)
+            for prompt, text in zip(prompts, texts, strict=True):
+                say(f"step {step:,}: {prompt}{text}")
         looked_at.add(step)
+
+    def evaluate(step: int, params: dict) -> None:
+        """Evaluate on the tasks, unless told to stop before."""
+        model = snapshot(config, params, tokenizer, training.dtype)
+        figures = evaluate_chosen(model, tasks, training.evaluate_limit, stop.arrived)
+        if figures is None:
+            return
+        if writer is not None:
+            writer.write(step, figures)
+        listed = ", ".join(f"{name.partition('/')[2]} {x:.4f}" for name, x in figures.items())
+        say(f"step {step:,}: {listed}")
+        evaluated_at.add(step)
 
     with (
         closing(checkpointer),  # waits for a save in progress, also after a mistake
@@ -292,7 +316,7 @@ def _train(
                 log_every=training.log_every,
                 save=save,
                 save_every=experiment.checkpoint.every,
-                hooks=((training.validate_every, look),),
+                hooks=((training.validate_every, look), (training.evaluate_every, evaluate)),
                 should_stop=stop.arrived,
                 place=program.place_rate,
                 clock=clock,
@@ -300,6 +324,8 @@ def _train(
             )
             if done == training.steps and done not in looked_at:
                 look(done, state.params)
+            if done == training.steps and tasks and done not in evaluated_at:
+                evaluate(done, state.params)
     for line in [] if saved is None else summary_lines(audit_position(saved)):
         say(line)
     spent = clock.figures()
@@ -307,7 +333,8 @@ def _train(
         f"{directory}: step {done:,} saved, {spent['time/elapsed']:.0f} s in all, "
         f"{spent['goodput']:.0%} of them in steps"
     )
-    if stop.signal and not (done == training.steps and done in looked_at):
+    finished = done in looked_at and (done in evaluated_at or not tasks)
+    if stop.signal and not (done == training.steps and finished):
         sys.exit(128 + stop.signal)
 
 
@@ -360,29 +387,6 @@ def _require_row_for_padding(config: ModelConfig, pad_id: int | None) -> None:
             f"tokenizer's pieces, and model.vocab_size is {config.vocab_size}: set it to "
             f"{pad_id + 1} or more."
         )
-
-
-def _samples(experiment: Experiment, params, tokenizer):
-    """Return (prompt, greedy continuation) of the experiment's prompts; none but in process 0."""
-    import jax
-    from jax.experimental import multihost_utils
-
-    from openelm_jax.generation.language_model import language_model
-
-    prompts = experiment.training.sample_prompts
-    if not prompts:
-        return []
-    if jax.process_count() == 1:
-        params = jax.device_put(params, jax.devices()[0])
-    else:
-        # A leaf at a time, for each is whole on every device on its way.
-        params = jax.tree.map(
-            lambda leaf: multihost_utils.process_allgather(leaf, tiled=True), params
-        )
-        if jax.process_index() != 0:
-            return []
-    model = language_model(experiment.model, params, tokenizer, experiment.training.dtype)
-    return list(zip(prompts, model.generate(prompts, max_tokens=48), strict=True))
 
 
 def _in_words(remats: tuple[str, ...]) -> str:

@@ -23,9 +23,9 @@ def tiny(**changes) -> ModelConfig:
     return ModelConfig(**(fields | changes))
 
 
-def random_params(config: ModelConfig, std: float = 0.2) -> Params:
+def random_params(config: ModelConfig, std: float = 0.2, seed: int = 0) -> Params:
     """Return float32 weights of standard deviation `std`: matrices around 0, vectors around 1."""
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(seed)
     shapes = jax.eval_shape(lambda: init_params(config, 0))
     return jax.tree.map(
         lambda leaf: rng.normal(leaf.ndim == 1, std, leaf.shape).astype(np.float32), shapes

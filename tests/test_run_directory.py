@@ -83,6 +83,8 @@ def test_all_differences_are_named_at_once(experiment, tmp_path):
     ("group", "changes"),
     [
         ("training", {"log_every": 1, "validate_every": 3, "sample_prompts": ("a",)}),
+        ("training", {"evaluate_every": 5, "evaluate_tasks": ("a",), "evaluate_limit": None}),
+        ("training", {"evaluate_data": "elsewhere"}),
         ("checkpoint", {"every": 1, "keep_every": 2}),
         ("data", {"prefetch": 0, "root": "/elsewhere", "max_bad_fraction": 0.5}),
         ("mesh", {"tensor": 2}),

@@ -18,9 +18,9 @@ from openelm_jax import generate as verb
 from openelm_jax.errors import UserError
 from openelm_jax.generation import engine
 from openelm_jax.generation.language_model import LanguageModel
-from openelm_jax.generation.placement import decoding_mesh
 from openelm_jax.generation.sampling import Sampling
 from openelm_jax.generation.speculative import Draft, PromptLookup, Tally, look_up
+from openelm_jax.parallel.mesh import MeshShape, make_mesh
 from openelm_jax.tokenizer import train_tokenizer
 
 CONFIG = tiny(num_layers=2, vocab_size=50)
@@ -400,7 +400,9 @@ def test_proposals_without_a_meaning_are_refused_before_anything_is_loaded(flags
 
 
 def test_a_draft_model_on_other_devices_is_refused(model):
-    on_a_mesh = jax.device_put(TEXT_PARAMS, NamedSharding(decoding_mesh(1, 1), PartitionSpec()))
+    on_a_mesh = jax.device_put(
+        TEXT_PARAMS, NamedSharding(make_mesh(MeshShape(), jax.devices()[:1]), PartitionSpec())
+    )
     other = dataclasses.replace(model, params=on_a_mesh)
     with pytest.raises(UserError, match=r"lies on other devices: .* same replica and tensor"):
         model.generate(["the"], draft=other)

@@ -14,7 +14,7 @@ from hub_folder import write_set
 
 from openelm_jax.errors import UserError
 from openelm_jax.evaluation import harness, suites
-from openelm_jax.evaluation.suites import SUITES, Task, averages, parse_tasks, run
+from openelm_jax.evaluation.suites import SUITES, Task, averages, parse_tasks
 from openelm_jax.generation.scoring import Scored
 from openelm_jax.tokenizer import load_tokenizer
 
@@ -53,6 +53,10 @@ class PrefersShort:
             self.requests.append(requests[number])
             report(number, result)
         return results
+
+
+def run(lm, tasks, data=None, **how):
+    return suites.run(lm, suites.open_tasks(tasks, data), **how)
 
 
 def model(scores):

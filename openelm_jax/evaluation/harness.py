@@ -44,12 +44,14 @@ def harness_model(
     max_length: int | None = None,
     add_bos: bool = True,
     batch_tokens: int | None = None,
+    between: Callable[[], None] = lambda: None,
 ) -> TemplateLM:
     """Return a loaded model as the harness wants it, in its compute type and on its devices.
 
     `max_length` is the most tokens that it reads at a time, by default those that it was trained
-    to see; `add_bos` puts <s> before each text, as the paper's evaluation does. Raises UserError
-    without a tokenizer and without lm-eval.
+    to see; `add_bos` puts <s> before each text, as the paper's evaluation does. `between` is called
+    after each log-likelihood, and may raise. Raises UserError without a tokenizer and without
+    lm-eval.
     """
     from openelm_jax.generation import engine
 
@@ -75,7 +77,12 @@ def harness_model(
         )
 
     def score(requests: Sequence[Request], report: Report | None) -> list[Scored]:
-        return model.score(requests, batch_tokens=batch_tokens, report=report)
+        def hear(number: int, result: Scored) -> None:
+            between()
+            if report is not None:
+                report(number, result)
+
+        return model.score(requests, batch_tokens=batch_tokens, report=hear)
 
     return harness_class()(
         score,

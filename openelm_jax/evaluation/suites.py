@@ -139,57 +139,71 @@ def averages(percent: Mapping[Task, float]) -> dict[str, float]:
     return found
 
 
-def parse_tasks(text: str) -> tuple[Task, ...]:
+def parse_tasks(text: str, flag: str = "--tasks") -> tuple[Task, ...]:
     """Return the tasks of `a,b:5`: names of the harness, maybe with a number of shots.
 
-    Raises UserError for what is no number, and for a task that is named twice.
+    Raises UserError naming `flag` for what is no number, and for a task that is named twice.
     """
     tasks: list[Task] = []
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, _, shots = part.partition(":")
         if shots and not shots.isdecimal():
-            raise UserError(f"--tasks {part}: {shots} is no number of examples; write {name}:5.")
+            raise UserError(f"{flag} {part}: {shots} is no number of examples; write {name}:5.")
         task = KNOWN.get(name, Task(name, label=name))
         tasks.append(task.with_shots(int(shots)) if shots else task)
         if [other.name for other in tasks].count(name) > 1:
-            raise UserError(f"--tasks names {name} twice: evaluate it twice.")
+            raise UserError(f"{flag} names {name} twice: evaluate it twice.")
     if not tasks:
-        raise UserError("--tasks names no task: write --tasks piqa,hellaswag:10.")
+        raise UserError(f"{flag} names no task: write {flag} piqa,hellaswag:10.")
     return tuple(tasks)
+
+
+@dataclass(frozen=True)
+class OpenTask:
+    """A task whose data is at hand: the harness' objects, and what is to be said of its data."""
+
+    task: Task
+    objects: tuple[Any, ...]
+    notes: tuple[str, ...]
+
+
+def open_tasks(tasks: Sequence[Task], data: Path | None = None) -> tuple[OpenTask, ...]:
+    """Return tasks with their data, read from `data` if it is given, and otherwise from the Hub.
+
+    Raises UserError for unknown tasks and missing data.
+    """
+    harness_class()
+    manager = _manager()
+    return tuple(_load(manager, task, data) for task in tasks)
 
 
 def run(
     lm: TemplateLM,
-    tasks: Sequence[Task],
+    tasks: Sequence[OpenTask],
     *,
     limit: int | None = None,
-    data: Path | None = None,
     cache: Path | None = None,
 ) -> Results:
     """Return what a model of the harness makes of `tasks`, the first `limit` items of each.
 
-    Data is read from `data`, if it is given, and otherwise from the Hub; all of it before anything
-    is scored. What the model has answered is kept in `cache`, and not asked again. All processes
-    must call it; all get the results. Raises UserError for unknown tasks and missing data.
+    What the model has answered is kept in `cache`, and not asked again. All processes must call
+    it; all get the results.
     """
-    harness_class()
     from lm_eval import simple_evaluate
 
-    manager = _manager()
     values: list[Value] = []
     with shared(cache) as own_cache:
-        loaded = [_load(manager, task, data) for task in tasks]
-        for task, (objects, notes) in zip(tasks, loaded, strict=True):
+        for opened in tasks:
             found = simple_evaluate(
                 lm,
-                tasks=objects,
-                num_fewshot=task.shots,
+                tasks=list(opened.objects),
+                num_fewshot=opened.task.shots,
                 limit=limit,
-                task_manager=manager,
+                task_manager=_manager(),
                 log_samples=False,
                 use_cache=None if own_cache is None else str(own_cache),
             )
-            values += _values(task, found, notes)
+            values += _values(opened.task, found, opened.notes)
     return Results(tuple(values), limit)
 
 
@@ -200,15 +214,14 @@ def _manager() -> TaskManager:
     return TaskManager(include_path=str(OWN_TASKS) if OWN_TASKS.is_dir() else None)
 
 
-def _load(manager: TaskManager, task: Task, data: Path | None) -> tuple[list[Any], list[str]]:
-    """Return the harness' objects of a task with their data, and what is to be said of it."""
+def _load(manager: TaskManager, task: Task, data: Path | None) -> OpenTask:
     if task.name not in manager.task_index:
         raise UserError(_unknown(manager, task.name))
     with _reading(manager, task, data) as notes, _in_one_sentence(task):
         loaded = manager.load([task.name])
     if task.name in loaded["groups"]:
-        return [loaded["groups"][task.name]], notes
-    return list(loaded["tasks"].values()), notes
+        return OpenTask(task, (loaded["groups"][task.name],), tuple(notes))
+    return OpenTask(task, tuple(loaded["tasks"].values()), tuple(notes))
 
 
 def _unknown(manager: TaskManager, name: str) -> str:

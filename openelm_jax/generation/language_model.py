@@ -13,6 +13,7 @@ from typing import Literal, get_args
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from openelm_jax.config import DType, ModelConfig
 from openelm_jax.errors import UserError
@@ -33,6 +34,7 @@ from openelm_jax.model.matrix import Bits
 from openelm_jax.tokenizer import Tokenizer
 from openelm_jax.weights.load import open_weights
 from openelm_jax.weights.names import named_weights, put
+from openelm_jax.weights.stored import StoredWeights
 
 
 def load(
@@ -57,15 +59,25 @@ def load(
         raise UserError(f"dtype is {dtype}: it must be one of {', '.join(get_args(DType))}.")
     if quantize not in (None, *get_args(Bits)):
         raise UserError(f"quantize is {quantize}: it must be 8 or 4, bits of a weight.")
-    mesh = decoding_mesh(replica, tensor) if (replica, tensor) != (1, 1) else None
+    mesh = decoding_mesh(replica, tensor)
+    with open_weights(where, tokenizer, exp) as stored:
+        return read_model(stored, dtype, quantize, mesh)
+
+
+def read_model(
+    stored: StoredWeights,
+    dtype: DType | None = None,
+    quantize: Bits | None = None,
+    mesh: Mesh | None = None,
+) -> LanguageModel:
+    """Return the model of opened weights, on the devices of `mesh`; otherwise as `load` does it."""
     if dtype is None:
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    with open_weights(where, tokenizer, exp) as stored:
-        params: Params = {}
-        for weight in named_weights(stored.config):
-            matrix = placed(weight.path, stored.read(weight.path), dtype, quantize)
-            put(params, weight.path, divided(weight.path, matrix, mesh) if mesh else matrix)
-        return LanguageModel(stored.config, params, stored.tokenizer, dtype)
+    params: Params = {}
+    for weight in named_weights(stored.config):
+        matrix = placed(weight.path, stored.read(weight.path), dtype, quantize)
+        put(params, weight.path, divided(weight.path, matrix, mesh) if mesh else matrix)
+    return LanguageModel(stored.config, params, stored.tokenizer, dtype)
 
 
 def language_model(

@@ -24,8 +24,13 @@ MADE_OF_MODEL_DIM = ("out", "down")
 """Matrices whose outputs are the residual stream; of the others the inputs are."""
 
 
-def decoding_mesh(replica: int, tensor: int) -> Mesh:
-    """Return the mesh of the first replica x tensor devices; UserError if there are fewer."""
+def decoding_mesh(replica: int, tensor: int) -> Mesh | None:
+    """Return the mesh of the first replica x tensor devices, None for one device.
+
+    Raises UserError if there are fewer.
+    """
+    if replica == tensor == 1:
+        return None
     devices = jax.local_devices()
     if min(replica, tensor) < 1 or replica * tensor > len(devices):
         raise UserError(

@@ -119,13 +119,13 @@ def speed_figures(
     return figures if peak_flops is None else figures | {"speed/mfu": flops_per_device / peak_flops}
 
 
-def is_validated(directory: str | Path, step: int) -> bool:
-    """Return whether the figures in `directory` hold the validation of `step`."""
+def is_logged(directory: str | Path, step: int, group: str) -> bool:
+    """Return whether `directory` holds figures of `step` whose names begin with `group`."""
     try:
         lines = (Path(directory) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         return any(
-            figures["step"] == step and "validation/loss" in figures
-            for figures in map(json.loads, lines[-2:])
+            figures["step"] == step and any(name.startswith(f"{group}/") for name in figures)
+            for figures in map(json.loads, lines[-3:])
         )
     except (OSError, ValueError):
         return False  # there is none, or its last line is half written
