@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from openelm_jax.config import ModelConfig
+from openelm_jax.model.adapters import Adapter, Adapters, LookupAdapter, adapter_at
 from openelm_jax.model.attention import (
     Attend,
     Turns,
@@ -30,7 +31,7 @@ from openelm_jax.model.attention import (
     turns,
 )
 from openelm_jax.model.cache import Cache, LayerCache, write_cache
-from openelm_jax.model.matrix import FORMS, Matrix, product, rows_of
+from openelm_jax.model.matrix import FORMS, Matrix, multiply, product, rows_of
 from openelm_jax.model.scaling import LayerShape, layer_shapes
 
 Params = dict[str, Any]
@@ -52,11 +53,6 @@ REMAT_KEEPS: dict[str, tuple[str, ...]] = {
 def gather(weight: jax.Array | Matrix, path: str, dtype: Any) -> jax.Array | Matrix:
     """Return a weight in the compute dtype: what is done to it where nothing is sharded."""
     return weight if isinstance(weight, FORMS) else weight.astype(dtype)
-
-
-def multiply(x: jax.Array, weight: jax.Array | Matrix) -> jax.Array:
-    """Return x times a weight that `gather` made."""
-    return product(x, weight) if isinstance(weight, FORMS) else x @ weight
 
 
 @jax.custom_vjp
@@ -135,6 +131,7 @@ class Attention(nn.Module):
     shape: LayerShape
     attend: Attend
     collectives: Collectives
+    adapters: Adapters
 
     @nn.compact
     def __call__(
@@ -150,7 +147,7 @@ class Attention(nn.Module):
         out = _kernel(self, "out", shape.query_dim, config.model_dim, _residual_std(config))
 
         x_BTD = self.collectives.enter(x_BTD, path)
-        heads = checkpoint_name(multiply(x_BTD, self._gathered(qkv, "qkv", x_BTD.dtype)), "qkv")
+        heads = checkpoint_name(_projected(self, "qkv", x_BTD, qkv), "qkv")
         heads = heads.reshape(*x_BTD.shape[:2], -1, config.head_dim)
         query_BTNH, key_BTKH, value_BTKH = jnp.split(
             heads,
@@ -172,11 +169,8 @@ class Attention(nn.Module):
             value_MSH = cache.value_MSH.astype(x_BTD.dtype)
             mixed_BTNH = attend_slots(query_BTNH, key_MSH, value_MSH, positions_BT)
         mixed_BTE = mixed_BTNH.reshape(*x_BTD.shape[:2], shape.query_dim)
-        projected_BTD = multiply(mixed_BTE, self._gathered(out, "out", x_BTD.dtype))
+        projected_BTD = _projected(self, "out", mixed_BTE, out)
         return self.collectives.leave(projected_BTD, path), cache
-
-    def _gathered(self, weight: jax.Array, name: str, dtype: Any) -> jax.Array:
-        return self.collectives.gather(weight, f"{path_of(self)}/{name}", dtype)
 
 
 class FeedForward(nn.Module):
@@ -185,24 +179,23 @@ class FeedForward(nn.Module):
     config: ModelConfig
     shape: LayerShape
     collectives: Collectives
+    adapters: Adapters
 
     @nn.compact
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         config, ffn_dim, path = self.config, self.shape.ffn_dim, path_of(self)
-        gather = self.collectives.gather
         activation = ACTIVATIONS[config.activation]
         up = _kernel(self, "up", config.model_dim, (2 if config.ffn_with_glu else 1) * ffn_dim)
         down = _kernel(self, "down", ffn_dim, config.model_dim, _residual_std(config))
 
         x_BTD = self.collectives.enter(x_BTD, path)
-        wide = multiply(x_BTD, gather(up, f"{path}/up", x_BTD.dtype))
-        wide = checkpoint_name(wide, "wide")
+        wide = checkpoint_name(_projected(self, "up", x_BTD, up), "wide")
         if config.ffn_with_glu:
             gate_BTF, up_BTF = jnp.split(wide, 2, axis=-1)
             wide_BTF = activation(gate_BTF) * up_BTF
         else:
             wide_BTF = activation(wide)
-        projected_BTD = multiply(wide_BTF, gather(down, f"{path}/down", x_BTD.dtype))
+        projected_BTD = _projected(self, "down", wide_BTF, down)
         return self.collectives.leave(projected_BTD, path)
 
 
@@ -213,6 +206,7 @@ class Block(nn.Module):
     shape: LayerShape
     attend: Attend
     collectives: Collectives
+    adapters: Adapters
 
     @nn.compact
     def __call__(
@@ -225,12 +219,13 @@ class Block(nn.Module):
     ) -> tuple[jax.Array, LayerCache | None]:
         config, shape = self.config, self.shape
         normal = Norm(config.normalization, name="attention_norm")(x_BTD)
-        mixed, cache = Attention(config, shape, self.attend, self.collectives, name="attention")(
+        rest = self.collectives, self.adapters
+        mixed, cache = Attention(config, shape, self.attend, *rest, name="attention")(
             normal, turns, positions_BT, segments_BT, cache
         )
         x_BTD = checkpoint_name(x_BTD + mixed, "attended")
         normal = Norm(config.normalization, name="ffn_norm")(x_BTD)
-        return x_BTD + FeedForward(config, shape, self.collectives, name="ffn")(normal), cache
+        return x_BTD + FeedForward(config, shape, *rest, name="ffn")(normal), cache
 
 
 class Decoder(nn.Module):
@@ -246,18 +241,21 @@ class Decoder(nn.Module):
     attend: Attend = attend
     collectives: Collectives = Collectives()
     shapes: tuple[LayerShape, ...] | None = None
+    adapters: Adapters = ()
 
     def setup(self) -> None:
         config = self.config
         shapes = self.shapes or layer_shapes(config)
         remats = (self.remat,) * len(shapes) if isinstance(self.remat, str) else self.remat
         self.layers = [
-            _remade(remat)(config, shape, self.attend, self.collectives)
+            _remade(remat)(config, shape, self.attend, self.collectives, self.adapters)
             for shape, remat in zip(shapes, remats, strict=True)
         ]
         self.final_norm = Norm(config.normalization)
         std = config.model_dim**-0.5
         self.embedding = _kernel(self, "embedding", config.vocab_size, config.model_dim, std)
+        if shape := adapter_at(self.adapters, "embedding"):
+            self.lookup = LookupAdapter(shape, config.vocab_size, name="embedding")
         if not config.tie_embeddings:
             self.head = _kernel(self, "head", config.vocab_size, config.model_dim, std)
 
@@ -280,6 +278,8 @@ class Decoder(nn.Module):
         runs of equal numbers in it apart: each is computed as if it stood alone, from position 0.
         """
         x_BTD = self.collectives.embed(self.embedding, tokens_BT, self.dtype)
+        if adapter_at(self.adapters, "embedding"):
+            x_BTD = self.lookup(x_BTD, tokens_BT)
         if positions_BT is not None:
             rotate_at = positions_BT
         elif segments_BT is not None:
@@ -324,6 +324,24 @@ def init_params(config: ModelConfig, seed: int) -> Params:
     return init(jax.random.key(seed), tokens)["params"]
 
 
+def init_adapters(config: ModelConfig, adapters: Adapters, params: Params, seed: int) -> Params:
+    """Return new adapters of a model's parameters, float32: with them it makes what it made.
+
+    A is uniform and B zero, of the embedding A zero and B normal, as peft begins them; the lengths
+    of DoRA are those of `params`, which may be `frozen` ones.
+    """
+    decoder = Decoder(config, adapters=adapters)
+
+    def init(params: Params, key: jax.Array) -> Params:
+        tokens = jnp.zeros((1, 1), jnp.int32)
+        _, made = decoder.apply(
+            {"params": params}, tokens, rngs={"adapters": key}, mutable=["adapters"]
+        )
+        return made["adapters"]
+
+    return jax.jit(init)(params, jax.random.key(seed))
+
+
 def path_of(module: nn.Module) -> str:
     """Return the path of a module's parameters: `layers_3/attention`, say."""
     return "/".join(module.path)
@@ -335,6 +353,14 @@ def _remade(remat: str) -> type[Block]:
         return Block
     keep = jax.checkpoint_policies.save_only_these_names(*REMAT_KEEPS[remat])
     return nn.remat(Block, policy=keep)
+
+
+def _projected(module: Attention | FeedForward, name: str, x: jax.Array, weight: Any) -> jax.Array:
+    """Return x times one of a module's matrices, gathered, with its adapter if it has one."""
+    path = f"{path_of(module)}/{name}"
+    weight = module.collectives.gather(weight, path, x.dtype)
+    shape = adapter_at(module.adapters, path)
+    return multiply(x, weight) if shape is None else Adapter(shape, name=name)(x, weight)
 
 
 def _kernel(

@@ -91,14 +91,40 @@ def rows_of(matrix: Matrix, index: jax.Array) -> jax.Array:
     return flat.widened().reshape(*index.shape, -1)
 
 
+def multiply(x: jax.Array, weight: jax.Array | Matrix) -> jax.Array:
+    """Return x [..., I] times an array [I, O] or a matrix, in the type of `x`."""
+    return product(x, weight) if isinstance(weight, FORMS) else x @ weight
+
+
 def product(x: jax.Array, matrix: Matrix, out_dtype: jax.typing.DTypeLike | None = None):
     """Return x [..., I] times a matrix, [..., O], in the type of `x` unless another is named.
 
-    Sums are float32.
+    Sums are float32. The gradient is that of `x` alone.
     """
-    x_RI = x.reshape(-1, x.shape[-1])
-    y_RO = jax.lax.platform_dependent(x_RI, matrix, cpu=_on_cpu, default=_anywhere)
+    y_RO = _product(x.reshape(-1, x.shape[-1]), matrix)
     return y_RO.astype(out_dtype or x.dtype).reshape(*x.shape[:-1], -1)
+
+
+@jax.custom_vjp
+def _product(x_RI: jax.Array, matrix: Matrix) -> jax.Array:
+    return jax.lax.platform_dependent(x_RI, matrix, cpu=_on_cpu, default=_anywhere)
+
+
+def _product_forward(x_RI, matrix):
+    # The matrix is kept for the gradient as it is stored: JAX would keep it widened.
+    return _product(x_RI, matrix), (matrix, jnp.zeros((), x_RI.dtype))
+
+
+def _product_backward(residuals, d_RO):
+    matrix, of_type = residuals
+    weight_OI = matrix.widened().astype(of_type.dtype)
+    d_RI = jnp.einsum(
+        "RO,OI->RI", d_RO.astype(of_type.dtype), weight_OI, preferred_element_type=jnp.float32
+    )
+    return d_RI.astype(of_type.dtype), None
+
+
+_product.defvjp(_product_forward, _product_backward)
 
 
 def _anywhere(x_RI: jax.Array, matrix: Matrix) -> jax.Array:

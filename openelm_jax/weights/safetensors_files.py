@@ -71,10 +71,10 @@ def find_tensors(directory: Path) -> dict[str, FileTensor]:
     for a file that is missing, damaged or cut short.
     """
     if not (directory / INDEX).is_file():
-        return _tensors_in(directory / WEIGHTS)
+        return tensors_in(directory / WEIGHTS)
     tensors: dict[str, FileTensor] = {}
     for file_name, names in _names_by_file(directory / INDEX).items():
-        found = _tensors_in(directory / file_name)
+        found = tensors_in(directory / file_name)
         if differing := sorted(names ^ found.keys()):
             there = "lacks" if differing[0] in names else "holds"
             raise UserError(
@@ -101,7 +101,8 @@ def _names_by_file(index: Path) -> dict[str, set[str]]:
     return names_by_file
 
 
-def _tensors_in(file: Path) -> dict[str, FileTensor]:
+def tensors_in(file: Path) -> dict[str, FileTensor]:
+    """Return every tensor in a file, by name; raises UserError for one missing or damaged."""
     if not file.is_file():
         raise UserError(f"{file} is missing; fetch it, or export again.")
     try:
