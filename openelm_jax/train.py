@@ -41,6 +41,7 @@ def main(argv: list[str]) -> None:
         experiment = dataclasses.replace(experiment, tokenizer=chosen)
     _require_data_and_tokenizer(experiment, tokenizer_comes_with=flags.weights)
     directory = Path(flags.run or f"runs/{experiment.name}")
+    os.environ.setdefault("TQDM_DISABLE", "1")  # lm-eval's bars: the run has one of its own
     clock = Clock()
     for line in set_flags(flags.processes):
         _say(line)

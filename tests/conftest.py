@@ -17,6 +17,21 @@ def compiled_code(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("compiled_code")
 
 
+@pytest.fixture(scope="module")
+def no_hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep a file's tests, and the processes that they start, from the Hub and from its cache."""
+    pytest.importorskip("datasets")
+    folders = {name: str(tmp_path_factory.mktemp(name)) for name in ("cache", "datasets")}
+    with pytest.MonkeyPatch.context() as patch:
+        for flag in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+            patch.setenv(flag, "1")
+            patch.setattr(f"datasets.config.{flag}", True)
+        patch.setenv("XDG_CACHE_HOME", folders["cache"])
+        patch.setenv("HF_DATASETS_CACHE", folders["datasets"])
+        patch.setattr("datasets.config.HF_DATASETS_CACHE", folders["datasets"])
+        yield
+
+
 @pytest.fixture
 def train_here(
     compiled_code: Path, capsys: pytest.CaptureFixture[str]

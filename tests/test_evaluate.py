@@ -28,6 +28,7 @@ from openelm_jax.generation.language_model import load
 from openelm_jax.tokenizer import load_tokenizer
 
 pytest.importorskip("lm_eval")
+pytestmark = pytest.mark.usefixtures("no_hub")
 
 TOKENIZER = Path(__file__).parent / "data" / "tokenizer-mistral-v1" / "tokenizer.model"
 
@@ -124,19 +125,6 @@ def test_a_row_of_the_paper_is_chosen_by_its_name():
     assert choose_row(rows, "m INSTRUCT") is rows[1]
     with pytest.raises(UserError, match=r"--beside N: .* known are M, M instruct\."):
         choose_row(rows, "N")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _no_hub(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        for flag in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
-            patch.setitem(os.environ, flag, "1")
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        cache = str(tmp_path_factory.mktemp("datasets"))
-        patch.setattr("datasets.config.HF_DATASETS_CACHE", cache)
-        patch.setattr("datasets.config.HF_DATASETS_OFFLINE", True)
-        patch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-        yield
 
 
 @pytest.fixture(scope="module")

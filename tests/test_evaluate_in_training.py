@@ -6,7 +6,6 @@ The rows of SciQ are written here, in the Hub's columns.
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -30,22 +29,10 @@ from openelm_jax.evaluation.in_training import evaluate_chosen, open_chosen
 from openelm_jax.generation.language_model import language_model
 
 pytest.importorskip("lm_eval")
+pytestmark = pytest.mark.usefixtures("no_hub")
 
 EVERY = ("--training.evaluate-every", "6", "--training.evaluate-limit", "3")
 TASKS = ("--training.evaluate-tasks", "sciq")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _no_hub(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        for flag in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
-            patch.setenv(flag, "1")
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        patch.setenv("HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("datasets")))
-        for name in ("HF_DATASETS_OFFLINE", "HF_HUB_OFFLINE"):
-            patch.setattr(f"datasets.config.{name}", True)
-        patch.setattr("datasets.config.HF_DATASETS_CACHE", os.environ["HF_DATASETS_CACHE"])
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ The rows of BoolQ, SciQ, RACE and MMLU are written here, in the Hub's columns.
 from __future__ import annotations
 
 import math
-import os
 from pathlib import Path
 
 import pytest
@@ -19,23 +18,11 @@ from openelm_jax.generation.scoring import Scored
 from openelm_jax.tokenizer import load_tokenizer
 
 pytest.importorskip("lm_eval")
+pytestmark = pytest.mark.usefixtures("no_hub")
 
 TOKENIZER = load_tokenizer(
     Path(__file__).parent / "data" / "tokenizer-mistral-v1" / "tokenizer.model"
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _no_hub(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        for flag in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
-            patch.setitem(os.environ, flag, "1")
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        cache = str(tmp_path_factory.mktemp("datasets"))
-        patch.setattr("datasets.config.HF_DATASETS_CACHE", cache)
-        patch.setattr("datasets.config.HF_DATASETS_OFFLINE", True)
-        patch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-        yield
 
 
 class PrefersShort:

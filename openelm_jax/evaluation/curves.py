@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from openelm_jax.config import DType
 
 FILES = ("curves.json", "curves.png", "curves.svg")
-COLUMNS = 4
+MOST_COLUMNS = 4
 LINE, MARK = "#1f5fa8", "#c8501e"
 
 
@@ -173,8 +173,8 @@ def _figure(title: str, points: Sequence[Point]) -> Any:
     mean = next((point for point in points if point.is_mean), None)
     first = points[0].results
     count = len(first.values) + len(first.averages)
-    columns = min(COLUMNS, count)
-    rows = math.ceil(count / columns)
+    rows = math.ceil(count / MOST_COLUMNS)
+    columns = math.ceil(count / rows)
     figure = Figure(figsize=(3.0 * columns, 2.4 * rows + 0.5), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(rows, columns, squeeze=False).flat
@@ -185,7 +185,7 @@ def _figure(title: str, points: Sequence[Point]) -> Any:
             [(p.step, *_percent(p.results.values[number])) for p in single],
             None if mean is None else (mean.step, *_percent(mean.results.values[number])),
         )
-        axes.set_title(f"{_label(value)} ({value.metric})")
+        axes.set_title(f"{_label(value)} ({value.metric}{', %' if value.scale != 1 else ''})")
     for name in first.averages:
         axes = next(panels)
         _panel(
@@ -193,7 +193,7 @@ def _figure(title: str, points: Sequence[Point]) -> Any:
             [(p.step, p.results.averages[name], None) for p in single],
             None if mean is None else (mean.step, mean.results.averages[name], None),
         )
-        axes.set_title(name)
+        axes.set_title(f"{name} (%)")
     for axes in panels:
         axes.set_visible(False)
     figure.suptitle(title)

@@ -45,13 +45,14 @@ def harness_model(
     add_bos: bool = True,
     batch_tokens: int | None = None,
     between: Callable[[], None] = lambda: None,
+    silent: bool = False,
 ) -> TemplateLM:
     """Return a loaded model as the harness wants it, in its compute type and on its devices.
 
     `max_length` is the most tokens that it reads at a time, by default those that it was trained
     to see; `add_bos` puts <s> before each text, as the paper's evaluation does. `between` is called
-    after each log-likelihood, and may raise. Raises UserError without a tokenizer and without
-    lm-eval.
+    after each log-likelihood, and may raise; `silent` shows no progress. Raises UserError without a
+    tokenizer and without lm-eval.
     """
     from openelm_jax.generation import engine
 
@@ -90,6 +91,7 @@ def harness_model(
         model.config.context_length if max_length is None else max_length,
         complete=complete,
         add_bos=add_bos,
+        silent=silent,
     )
 
 
@@ -109,6 +111,7 @@ def harness_class() -> type[TemplateLM]:
             *,
             complete: Complete | None = None,
             add_bos: bool = True,
+            silent: bool = False,
         ) -> None:
             super().__init__()
             self._score = score
@@ -119,6 +122,7 @@ def harness_class() -> type[TemplateLM]:
             self._encode = functools.lru_cache(maxsize=256)(lambda text: tokenizer.encode(text))
             self.max_length = max_length
             self.add_bos = add_bos
+            self.silent = silent
 
         @classmethod
         def create_from_arg_string(
@@ -160,6 +164,9 @@ def harness_class() -> type[TemplateLM]:
             ids = self._encode(string).tolist()
             return [self._tokenizer.bos_id, *ids] if add_bos else ids
 
+        def loglikelihood(self, requests, disable_tqdm=False):
+            return super().loglikelihood(requests, disable_tqdm or self.silent)
+
         def _loglikelihood_tokens(self, requests, disable_tqdm=False, **kwargs):
             pieces = [
                 _within(context or [self.prefix_token_id], continuation, self.max_length)
@@ -169,7 +176,7 @@ def harness_class() -> type[TemplateLM]:
             def keep(number: int, total: tuple[float, bool]) -> None:
                 self.cache_hook.add_partial("loglikelihood", requests[number][0], total)
 
-            return _sums(self._score, pieces, keep, "loglikelihood", disable_tqdm)
+            return _sums(self._score, pieces, keep, "loglikelihood", disable_tqdm or self.silent)
 
         def loglikelihood_rolling(self, requests, disable_tqdm=False):
             """Return nats of whole texts, each token once and after as much as fits before it.
@@ -189,7 +196,8 @@ def harness_class() -> type[TemplateLM]:
             def keep(number: int, total: tuple[float, bool]) -> None:
                 self.cache_hook.add_partial("loglikelihood_rolling", (texts[number],), total[0])
 
-            found = _sums(self._score, pieces, keep, "loglikelihood_rolling", disable_tqdm)
+            silent = disable_tqdm or self.silent
+            found = _sums(self._score, pieces, keep, "loglikelihood_rolling", silent)
             return [total for total, _ in found]
 
         def generate_until(self, requests, disable_tqdm=False):
@@ -206,7 +214,9 @@ def harness_class() -> type[TemplateLM]:
             for number, (_, how) in enumerate(arguments):
                 alike.setdefault(repr(sorted(how.items())), []).append(number)
             texts: list[str] = [""] * len(arguments)
-            with tqdm(total=len(texts), desc="generate_until", disable=disable_tqdm) as bar:
+            with tqdm(
+                total=len(texts), desc="generate_until", disable=disable_tqdm or self.silent
+            ) as bar:
                 for numbers in alike.values():
                     how = arguments[numbers[0]][1]
                     limits = model_utils.normalize_gen_kwargs(dict(how), self.max_gen_toks)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -23,7 +22,6 @@ def open_chosen(training: TrainingConfig) -> tuple[OpenTask, ...]:
     """
     if not training.evaluate_every:
         return ()
-    os.environ.setdefault("TQDM_DISABLE", "1")  # the run has a bar of its own
     tasks = parse_tasks(",".join(training.evaluate_tasks), "training.evaluate_tasks")
     harness_class()
     quiet()
@@ -48,7 +46,8 @@ def evaluate_chosen(
 
     try:
         stop_if_told()
-        results = run(harness_model(model, between=stop_if_told), tasks, limit=limit)
+        lm = harness_model(model, between=stop_if_told, silent=True)
+        results = run(lm, tasks, limit=limit)
     except _Stopped:
         return None
     figures = {f"evaluation/{value.task.name}": value.value for value in results.values}

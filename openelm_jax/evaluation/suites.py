@@ -371,6 +371,8 @@ def _values(task: Task, found: Mapping[str, Any], notes: Sequence[str]) -> Itera
 def quiet() -> None:
     """Let the harness and its data library say only what is wrong."""
     import datasets
+    from lm_eval import evaluator
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    evaluator.get_git_commit_hash = lambda: None  # git complains outside of repositories
     datasets.disable_progress_bars()

@@ -35,15 +35,9 @@ NAMES = (
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _no_hub(tmp_path_factory, modules_cache):
+def _offline(no_hub, modules_cache):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", modules_cache)
-        for flag in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
-            patch.setitem(os.environ, flag, "1")
-        cache = str(tmp_path_factory.mktemp("datasets"))
-        patch.setattr("datasets.config.HF_DATASETS_CACHE", cache)
-        patch.setattr("datasets.config.HF_DATASETS_OFFLINE", True)
-        patch.setattr("datasets.config.HF_HUB_OFFLINE", True)
         yield
 
 
