@@ -158,6 +158,7 @@ def _load(arguments: argparse.Namespace) -> LanguageModel:
         quantize=arguments.quantize,
         replica=arguments.replica,
         tensor=arguments.tensor,
+        adapter=arguments.adapter,
     )
 
 
@@ -239,6 +240,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     flag("--mesh.replica", dest="replica", type=int, default=1, metavar="N", help="divides rows")
     flag("--mesh.tensor", dest="tensor", type=int, default=1, metavar="N", help="divides matrices")
     flag("--tokenizer", metavar="FILE", help="SentencePiece file, if WHERE has none or another")
+    flag("--adapter", metavar="DIR", help="merge the LoRA or DoRA that peft saved there, or hf://")
     flag("--exp", metavar="NAME", help="the experiment that a CoreNet .pt without .yaml is of")
     flag("--coordinator", metavar="HOST:PORT", help="where process 0 of several listens")
     flag("--processes", type=int, metavar="N", help="how many there are")
@@ -256,7 +258,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         parser.error("--all-checkpoints and --average-last are for runs: give --run RUN")
     if arguments.average_last is not None and arguments.average_last < 2:
         parser.error("--average-last: give a number of steps, 2 or more")
-    for name in ("text", "beside", "tokenizer", "exp"):
+    for name in ("text", "beside", "tokenizer", "exp", "adapter"):
         if arguments.run and getattr(arguments, name):
             parser.error(f"--{name} is for weights: leave it out with --run")
     if arguments.beside and not arguments.suite:

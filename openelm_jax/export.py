@@ -20,8 +20,9 @@ EXAMPLES = """
 python -m openelm_jax.export --from runs/tiny --to hf --out exports/tiny --with-code
 python -m openelm_jax.export --from runs/270m@345000 --to mlx --quantize 4 --out exports/270m-4bit
 python -m openelm_jax.export --from hf://apple/OpenELM-1_1B --to gguf --out 1_1b --tokenizer t.model
+python -m openelm_jax.export --from exports/270m --adapter LORA --to mlx-adapter --out 270m-adapter
 """
-TARGETS = ("hf", "mlx", "gguf", "corenet", "orbax")
+TARGETS = ("hf", "mlx", "gguf", "corenet", "orbax", "mlx-adapter")
 # Which target takes a flag.
 TAKES = {
     "dtype": ("hf", "mlx", "corenet"),
@@ -44,7 +45,11 @@ def main(argv: list[str]) -> None:
     from openelm_jax.weights.vocabulary import cut_to_tokenizer
 
     require_new(out)
-    with open_weights(arguments.where, arguments.tokenizer, arguments.exp) as stored:
+    if arguments.to == "mlx-adapter":
+        _export_adapters(out, arguments)
+        return
+    opened = open_weights(arguments.where, arguments.tokenizer, arguments.exp, arguments.adapter)
+    with opened as stored:
         if arguments.to == "mlx":
             _refuse_what_mlx_lm_lacks(stored)
         for line in _warnings(arguments.to, stored):
@@ -65,6 +70,22 @@ def main(argv: list[str]) -> None:
             _say("transformers needs the model's code as well: export --with-code")
         if arguments.compare_on:
             _compare(stored, out, tokens, arguments.compare_on)
+
+
+def _export_adapters(out: Path, arguments: argparse.Namespace) -> None:
+    """Write the adapters of `--adapter` alone, as mlx-lm loads them beside the exported model."""
+    from openelm_jax.weights.load import open_adapters, open_weights
+    from openelm_jax.weights.mlx_adapters import write_mlx_adapters
+    from openelm_jax.weights.new_directory import new_directory
+    from openelm_jax.weights.vocabulary import cut_to_tokenizer
+
+    with open_weights(arguments.where, arguments.tokenizer, arguments.exp) as stored:
+        _refuse_what_mlx_lm_lacks(stored)
+        stored = cut_to_tokenizer(stored)
+        given = open_adapters(arguments.adapter, stored)
+        with new_directory(out) as partial:
+            write_mlx_adapters(partial, stored.config, given)
+    _say(f"the adapters of {given.source} written to {out}, for mlx-lm's --adapter-path")
 
 
 def _write(directory: Path, stored: StoredWeights, arguments: argparse.Namespace) -> str:
@@ -114,8 +135,7 @@ def _refuse_what_mlx_lm_lacks(stored: StoredWeights) -> None:
 
     if lacking := what_mlx_lm_lacks(stored.config):
         raise UserError(
-            f"--to mlx: mlx-lm's openelm cannot run a model with {' and '.join(lacking)}; "
-            "export --to hf."
+            f"mlx-lm's openelm cannot run a model with {' and '.join(lacking)}; export --to hf."
         )
 
 
@@ -171,7 +191,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         choices=TARGETS,
         required=True,
         help="hf: mlx-lm, and transformers --with-code; mlx: mlx-lm, quantised too; gguf: "
-        "llama.cpp; corenet: Apple's trainer; orbax: our own",
+        "llama.cpp; corenet: Apple's trainer; orbax: our own; mlx-adapter: --adapter alone, for "
+        "mlx-lm's --adapter-path",
     )
     flag("--out", metavar="DIR", required=True, help="a new directory")
     flag(
@@ -194,6 +215,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     )
     flag("--tokenizer", metavar="FILE", help="SentencePiece file, if WHERE has none or another")
     flag("--exp", metavar="NAME", help="the experiment that a CoreNet .pt without .yaml is of")
+    flag("--adapter", metavar="DIR", help="merge the LoRA or DoRA that peft saved there, or hf://")
     flag(
         "--compare-on",
         metavar="FILE",
@@ -206,6 +228,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')} is for --to {' and '.join(targets)}{instead}")
     if arguments.group_size and not arguments.quantize:
         parser.error("--group-size says how to --quantize: give both")
+    if arguments.to == "mlx-adapter" and (not arguments.adapter or arguments.compare_on):
+        parser.error("--to mlx-adapter writes the adapters of --adapter DIR, and compares nothing")
     if arguments.compare_on and not Path(arguments.compare_on).is_file():
         raise UserError(f"--compare-on {arguments.compare_on}: there is no such file.")
     return arguments

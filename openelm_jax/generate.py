@@ -44,7 +44,9 @@ def main(argv: list[str]) -> None:
         "replica": arguments.replica,
         "tensor": arguments.tensor,
     }
-    model = load(arguments.where, arguments.tokenizer, exp=arguments.exp, **how)
+    model = load(
+        arguments.where, arguments.tokenizer, exp=arguments.exp, adapter=arguments.adapter, **how
+    )
     draft = load(arguments.draft, arguments.tokenizer, **how) if arguments.draft else None
     speculation = model.speculation(arguments.prompt_lookup, draft, arguments.draft_tokens)
     tally = Tally()
@@ -123,6 +125,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     flag("--mesh.replica", dest="replica", type=int, default=1, metavar="N", help="divides prompts")
     flag("--mesh.tensor", dest="tensor", type=int, default=1, metavar="N", help="divides matrices")
     flag("--tokenizer", metavar="FILE", help="SentencePiece file, if WHERE has none or another")
+    flag("--adapter", metavar="DIR", help="merge the LoRA or DoRA that peft saved there, or hf://")
     flag("--exp", metavar="NAME", help="the experiment that a CoreNet .pt without .yaml is of")
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--stream", action="store_true", help="print the text as it comes")

@@ -39,6 +39,10 @@ def main(argv: list[str]) -> None:
     if flags.tokenizer is not None:
         chosen = dataclasses.replace(experiment.tokenizer, path=flags.tokenizer)
         experiment = dataclasses.replace(experiment, tokenizer=chosen)
+    if flags.adapter and not flags.weights:
+        raise UserError(
+            f"--adapter {flags.adapter} has no model to go with: give its base in --from."
+        )
     _require_data_and_tokenizer(experiment, tokenizer_comes_with=flags.weights)
     directory = Path(flags.run or f"runs/{experiment.name}")
     os.environ.setdefault("TQDM_DISABLE", "1")  # lm-eval's bars: the run has one of its own
@@ -104,7 +108,7 @@ def _train(
     say: Callable[[str], None] = _say if is_first else lambda line: None
     require_same(to_json(experiment))
     require_equal({"--run": str(directory), "--from": str(flags.weights)})
-    require_equal({"--reweight": str(flags.reweight)})
+    require_equal({"--reweight": str(flags.reweight), "--adapter": str(flags.adapter)})
 
     # --- The mesh: which device stands where, and which rows are this process's.
     devices = jax.devices()
@@ -123,7 +127,7 @@ def _train(
         start_from = (
             None
             if begun or not flags.weights
-            else read_start(flags.weights, experiment, flags.exp, say)
+            else read_start(flags.weights, experiment, flags.exp, say, flags.adapter)
         )
         if is_first:
             given = None if start_from is None else start_from.weights
@@ -346,6 +350,11 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         dest="weights",
         metavar="WHERE",
         help="start from these weights at step 0; CoreNet's training checkpoints go on at theirs",
+    )
+    parser.add_argument(
+        "--adapter",
+        metavar="DIR",
+        help="merge the LoRA or DoRA that peft saved there, or hf://, into --from",
     )
     parser.add_argument("--tokenizer", metavar="FILE", help="SentencePiece model")
     parser.add_argument(

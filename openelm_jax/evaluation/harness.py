@@ -360,7 +360,7 @@ def _until(blocks: Iterable[np.ndarray], stops: Sequence[str], tokenizer: Tokeni
 
 
 ARGUMENTS = (
-    *("from", "tokenizer", "dtype", "exp", "quantize", "replica", "tensor"),
+    *("from", "tokenizer", "dtype", "exp", "quantize", "replica", "tensor", "adapter"),
     *("max_length", "add_bos_token", "batch_tokens"),
 )
 
@@ -375,7 +375,7 @@ def _from_arguments(arguments: Mapping[str, Any]) -> Any:
         raise UserError(f"--model_args: {trouble}; known are {', '.join(ARGUMENTS)}.")
     how = {
         name: arguments[name]
-        for name in ("tokenizer", "dtype", "exp", "quantize", "replica", "tensor")
+        for name in ("tokenizer", "dtype", "exp", "quantize", "replica", "tensor", "adapter")
         if name in arguments
     }
     return harness_model(

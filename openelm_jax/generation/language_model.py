@@ -45,6 +45,7 @@ def load(
     quantize: Bits | None = None,
     replica: int = 1,
     tensor: int = 1,
+    adapter: str | Path | None = None,
 ) -> LanguageModel:
     """Return the model in `where`: whatever `--from` accepts.
 
@@ -52,15 +53,16 @@ def load(
     experiment that a CoreNet file is of. Computes in `dtype`, by default float32 on a CPU and
     bfloat16 on accelerators; matrices are held in it, or in `quantize` bits. Reads a parameter at a
     time, so that the host never holds the whole model in float32. On several devices of this
-    process `replica` divides the rows of a batch, and `tensor` each matrix. Raises UserError for
-    a type or a number of bits that there is not.
+    process `replica` divides the rows of a batch, and `tensor` each matrix. `adapter` is a
+    directory of peft's whose adapters are merged into the weights. Raises UserError for a type or a
+    number of bits that there is not.
     """
     if dtype not in (None, *get_args(DType)):
         raise UserError(f"dtype is {dtype}: it must be one of {', '.join(get_args(DType))}.")
     if quantize not in (None, *get_args(Bits)):
         raise UserError(f"quantize is {quantize}: it must be 8 or 4, bits of a weight.")
     mesh = decoding_mesh(replica, tensor)
-    with open_weights(where, tokenizer, exp) as stored:
+    with open_weights(where, tokenizer, exp, adapter) as stored:
         return read_model(stored, dtype, quantize, mesh)
 
 

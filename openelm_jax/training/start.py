@@ -27,15 +27,22 @@ class Start:
     step: int = 0
 
 
-def read_start(where: str, experiment: Experiment, exp: str, say: Callable[[str], None]) -> Start:
+def read_start(
+    where: str,
+    experiment: Experiment,
+    exp: str,
+    say: Callable[[str], None],
+    adapter: str | None = None,
+) -> Start:
     """Return what `where` holds for a run of `experiment`, which `exp` names on the command line.
 
     A training checkpoint of CoreNet's is gone on with, at its step; anything else gives weights to
-    start from, at step 0. Rows are added up to the experiment's vocabulary. Raises UserError for
-    another model, for more rows of vocabulary, and for a step after the experiment's last.
+    start from, at step 0; so does anything with the adapters of `adapter` merged. Rows are added
+    up to the experiment's vocabulary. Raises UserError for another model, for more rows of
+    vocabulary, and for a step after the experiment's last.
     """
     rows = experiment.model.vocab_size
-    with open_weights(where, exp=exp) as stored:
+    with open_weights(where, exp=exp, adapter=adapter) as stored:
         _require_same_model(where, stored.config, experiment.model)
         if (given := stored.config.vocab_size) < rows:
             say(f"{where}: {rows - given:,} rows added to its vocabulary of {given:,}")

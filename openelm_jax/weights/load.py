@@ -14,6 +14,7 @@ from openelm_jax.config import ModelConfig
 from openelm_jax.errors import UserError
 from openelm_jax.experiment_file import from_json
 from openelm_jax.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
+from openelm_jax.weights.adapters import StoredAdapters, merge_adapters
 from openelm_jax.weights.huggingface import CONFIG, open_huggingface
 from openelm_jax.weights.names import Params
 from openelm_jax.weights.orbax import (
@@ -25,6 +26,7 @@ from openelm_jax.weights.orbax import (
     saved_steps,
     step_directory,
 )
+from openelm_jax.weights.peft import read_peft
 from openelm_jax.weights.stored import StoredWeights, read_params
 
 ACCEPTED = (
@@ -47,23 +49,30 @@ class Weights:
 
 
 def load_weights(
-    where: str | Path, tokenizer: str | Path | None = None, exp: str | None = None
+    where: str | Path,
+    tokenizer: str | Path | None = None,
+    exp: str | None = None,
+    adapter: str | Path | None = None,
 ) -> Weights:
     """Return all of what `open_weights` gives."""
-    with open_weights(where, tokenizer, exp) as stored:
+    with open_weights(where, tokenizer, exp, adapter) as stored:
         return Weights(stored.config, read_params(stored), stored.tokenizer, stored.source)
 
 
 @contextmanager
 def open_weights(
-    where: str | Path, tokenizer: str | Path | None = None, exp: str | None = None
+    where: str | Path,
+    tokenizer: str | Path | None = None,
+    exp: str | None = None,
+    adapter: str | Path | None = None,
 ) -> Iterator[StoredWeights]:
     """Give what `where` holds, a parameter at a time: whatever `--from` accepts.
 
     `tokenizer` is a SentencePiece file that supplies or overrides the tokenizer; `exp` names the
-    experiment whose model CoreNet's file is, if no .yaml says so. A tokenizer.json, which is not
-    read, is named on stderr where nothing else is there. Raises UserError for anything else, and
-    for a tokenizer larger than the model.
+    experiment whose model CoreNet's file is, if no .yaml says so. `adapter` is a directory of
+    peft's whose adapters are merged into the weights. A tokenizer.json, which is not read, is named
+    on stderr where nothing else is there. Raises UserError for anything else, and for a tokenizer
+    larger than the model.
     """
     path = _local(str(where))
     with _open(path, str(where), exp) as stored:
@@ -80,7 +89,25 @@ def open_weights(
                 "give the file that it was made of with --tokenizer FILE.",
                 file=sys.stderr,
             )
-        yield stored
+        yield stored if adapter is None else _with_adapters(stored, adapter)
+
+
+def open_adapters(adapter: str | Path, stored: StoredWeights) -> StoredAdapters:
+    """Return the adapters in a directory of peft's, which may be hf://, for opened weights."""
+    pieces = None if stored.tokenizer is None else stored.tokenizer.vocab_size
+    given = read_peft(Path(_local(str(adapter))), stored.config, pieces)
+    return dataclasses.replace(given, source=str(adapter))
+
+
+def _with_adapters(stored: StoredWeights, adapter: str | Path) -> StoredWeights:
+    whole = merge_adapters(stored, open_adapters(adapter, stored))
+    if whole.config.tie_embeddings != stored.config.tie_embeddings:
+        print(
+            f"note: {adapter} adapts the embedding for the lookup alone: merged, the model has a "
+            "head of its own, the embedding as it was.",
+            file=sys.stderr,
+        )
+    return whole
 
 
 def _local(where: str) -> str:
