@@ -99,7 +99,7 @@ def _evaluate_run(arguments: argparse.Namespace, tasks: Sequence[Task]) -> None:
     run_directory, suite = arguments.run, arguments.suite
     steps = points_of(run_directory, arguments.average_last)
     opened = open_tasks(tasks, arguments.data)
-    mesh = decoding_mesh(arguments.replica, arguments.tensor)
+    mesh = decoding_mesh(_replica(arguments), arguments.tensor)
     models = models_of(run_directory, steps, arguments.dtype, arguments.quantize, mesh)
     say = _say if _is_first() else lambda line: None
     points = evaluate_points(steps, models, lambda m: _results(arguments, m, opened), say)
@@ -126,6 +126,14 @@ def _results(
     cache = cache_file(cache_folder() / "answers", model, lm)
     cache.parent.mkdir(parents=True, exist_ok=True)
     return run_tasks(lm, opened, limit=arguments.limit, cache=cache)
+
+
+def _replica(arguments: argparse.Namespace) -> int:
+    import jax
+
+    if arguments.replica is not None:
+        return arguments.replica
+    return max(1, jax.local_device_count() // max(1, arguments.tensor))
 
 
 def _is_first() -> bool:
@@ -156,7 +164,7 @@ def _load(arguments: argparse.Namespace) -> LanguageModel:
         dtype=arguments.dtype,
         exp=arguments.exp,
         quantize=arguments.quantize,
-        replica=arguments.replica,
+        replica=_replica(arguments),
         tensor=arguments.tensor,
         adapter=arguments.adapter,
     )
@@ -237,7 +245,13 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     flag("--json", action="store_true", help="print JSON instead of the table")
     flag("--dtype", choices=("float32", "bfloat16"), help="float32 on a CPU, bfloat16 elsewhere")
     flag("--quantize", type=int, choices=(8, 4), help="bits of a weight: less memory to read")
-    flag("--mesh.replica", dest="replica", type=int, default=1, metavar="N", help="divides rows")
+    flag(
+        "--mesh.replica",
+        dest="replica",
+        type=int,
+        metavar="N",
+        help="devices that divide the rows (all of this process)",
+    )
     flag("--mesh.tensor", dest="tensor", type=int, default=1, metavar="N", help="divides matrices")
     flag("--tokenizer", metavar="FILE", help="SentencePiece file, if WHERE has none or another")
     flag("--adapter", metavar="DIR", help="merge the LoRA or DoRA that peft saved there, or hf://")
