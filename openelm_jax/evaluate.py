@@ -19,11 +19,12 @@ if TYPE_CHECKING:
     from openelm_jax.evaluation.tables import PaperRow
     from openelm_jax.generation.language_model import LanguageModel
 
-SUITE_NAMES = ("zero-shot", "openllm", "llm360")
+SUITE_NAMES = ("zero-shot", "openllm", "llm360", "commonsense")
 EXAMPLES = """
 python -m openelm_jax.evaluate --from runs/tiny --suite zero-shot --limit 100
 python -m openelm_jax.evaluate --from exports/270m --suite openllm --out results/270m
 python -m openelm_jax.evaluate --from exports/3b --tasks piqa,hellaswag:10 --data DIR
+python -m openelm_jax.evaluate --from exports/270m --adapter DIR --suite commonsense --data DIR
 python -m openelm_jax.evaluate --from runs/tiny --text held_out.txt --stride 256
 python -m openelm_jax.evaluate --run runs/tiny --all-checkpoints --average-last 5 --tasks piqa
 """
@@ -47,6 +48,8 @@ def main(argv: list[str]) -> None:
     with ending_alone():
         if arguments.text:
             _evaluate_texts(arguments)
+        elif arguments.suite == "commonsense":
+            _evaluate_commonsense(arguments)
         else:
             _evaluate_tasks(arguments)
 
@@ -54,7 +57,6 @@ def main(argv: list[str]) -> None:
 def _evaluate_tasks(arguments: argparse.Namespace) -> None:
     from openelm_jax.evaluation.paper_results import paper_rows
     from openelm_jax.evaluation.suites import SUITES, open_tasks, parse_tasks, quiet
-    from openelm_jax.evaluation.tables import all_rows, markdown, to_json
 
     # --- What is asked, and its data, before anything takes time.
     suite = arguments.suite
@@ -74,6 +76,35 @@ def _evaluate_tasks(arguments: argparse.Namespace) -> None:
     results = _results(arguments, model, opened)
     if not _is_first():
         return
+    _show(arguments, results, row, rows)
+
+
+def _evaluate_commonsense(arguments: argparse.Namespace) -> None:
+    from openelm_jax.evaluation.commonsense import open_sets, run_commonsense
+    from openelm_jax.evaluation.paper_results import paper_rows
+    from openelm_jax.evaluation.suites import COMMONSENSE
+
+    rows = paper_rows("commonsense")
+    names = arguments.sets.split(",") if arguments.sets else [task.name for task in COMMONSENSE]
+    sets = open_sets(arguments.data, names)
+    model = _load(arguments)
+    row = _row(rows, arguments.beside, model.config)
+    results = run_commonsense(
+        model, sets, way=arguments.way, form=arguments.prompt_form, limit=arguments.limit
+    )
+    if _is_first():
+        _show(arguments, results, row, rows)
+
+
+def _show(
+    arguments: argparse.Namespace,
+    results: Results,
+    row: PaperRow | None,
+    rows: Sequence[PaperRow],
+) -> None:
+    from openelm_jax.evaluation.tables import all_rows, markdown, to_json
+
+    suite = arguments.suite
     table = markdown(arguments.where, suite, results, row)
     found = to_json(arguments.where, suite, results, row)
     print(json.dumps(found) if arguments.json else table)
@@ -172,12 +203,13 @@ def _load(arguments: argparse.Namespace) -> LanguageModel:
 
 def _row(rows: Sequence[PaperRow], beside: str | None, config: ModelConfig) -> PaperRow | None:
     """Return the paper's row to compare with: the one asked for, or that of the same shape."""
-    from openelm_jax.evaluation.tables import choose_row, title
+    from openelm_jax.evaluation.tables import choose_row
 
     if beside is not None:
         return choose_row(rows, beside)
     name = PUBLISHED.get((config.num_layers, config.model_dim))
-    return next((row for row in rows if title(row) == name), None)
+    kinds = ("base", "LoRA")
+    return next((row for row in rows if row.model == name and row.kind in kinds), None)
 
 
 def _write(folder: Path, found: str, pages: str) -> None:
@@ -209,7 +241,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         "--run", type=Path, metavar="DIR", help="a run: with --all-checkpoints, its curves"
     )
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--suite", choices=SUITE_NAMES, help="the paper's Table 3 (a), (b) or (c)")
+    what.add_argument(
+        "--suite", choices=SUITE_NAMES, help="the paper's Table 3 (a), (b) or (c), or Table 6"
+    )
     what.add_argument(
         "--tasks", metavar="A,B:SHOTS", help="tasks of the harness, maybe with examples before each"
     )
@@ -239,6 +273,19 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         type=Path,
         metavar="DIR",
         help="read local copies: the Hub's folders OWNER/NAME, or the origins' files",
+    )
+    flag("--sets", metavar="A,B", help="which sets of commonsense (all eight)")
+    flag(
+        "--by",
+        dest="way",
+        choices=("likelihood", "generation"),
+        help="how commonsense is answered: the likeliest answer (as in the paper), or the first "
+        "that is written",
+    )
+    flag(
+        "--prompt-form",
+        choices=("corenet", "llm-adapters"),
+        help="how commonsense is asked (corenet by likelihood, llm-adapters by generation)",
     )
     flag("--beside", metavar="MODEL", help="which row of the paper to compare with (same shape)")
     flag("--out", type=Path, metavar="DIR", help="write results.json and results.md there")
@@ -275,6 +322,14 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     for name in ("text", "beside", "tokenizer", "exp", "adapter"):
         if arguments.run and getattr(arguments, name):
             parser.error(f"--{name} is for weights: leave it out with --run")
+    if arguments.suite == "commonsense":
+        if not arguments.data:
+            parser.error("--suite commonsense: give LLM-Adapters' folder dataset with --data DIR")
+        if arguments.run:
+            parser.error("--suite commonsense is for weights: give --from")
+        arguments.way = arguments.way or "likelihood"
+    elif arguments.sets or arguments.way or arguments.prompt_form:
+        parser.error("--sets, --by and --prompt-form are for --suite commonsense")
     if arguments.beside and not arguments.suite:
         parser.error("--beside compares suites: give --suite too")
     return arguments

@@ -236,11 +236,18 @@ def test_an_experiment_of_the_pages_is_an_experiment(folder_of_the_reader: Path)
     assert all(isinstance(load_experiment(str(file)), Experiment) for file in files)
 
 
+OF_FINETUNING = ("instructions.py",)
+"""Modules of `data` whose refusals name a file and a record, and are told where they arise."""
+
+
 def sentences(call: str | None = None) -> Iterator[str]:
     """Yield the texts in the files that look at data, with … for what is filled in; if `call` is
     given, those that it is called with."""
     others = ("tokenizer.py", "training/feed.py", "training/run_directory.py")
-    files = [*sorted((PACKAGE / "data").glob("*.py")), *(PACKAGE / name for name in others)]
+    of_pretraining = [
+        path for path in sorted((PACKAGE / "data").glob("*.py")) if path.name not in OF_FINETUNING
+    ]
+    files = [*of_pretraining, *(PACKAGE / name for name in others)]
     for path in files if call else [*files, PACKAGE / "train.py"]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if call:

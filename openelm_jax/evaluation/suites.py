@@ -90,6 +90,21 @@ SUITES: dict[str, tuple[Task, ...]] = {
     ),
 }
 
+COMMONSENSE = (
+    Task("boolq", 0, "acc", "BoolQ"),
+    Task("piqa", 0, "acc", "PIQA"),
+    Task("social_i_qa", 0, "acc", "SIQA"),
+    Task("hellaswag", 0, "acc", "HellaSwag"),
+    Task("winogrande", 0, "acc", "WinoGrande"),
+    Task("ARC-Easy", 0, "acc", "ARC-e"),
+    Task("ARC-Challenge", 0, "acc", "ARC-c"),
+    Task("openbookqa", 0, "acc", "OBQA"),
+)
+"""LLM-Adapters' sets (the paper's Table 6), which the harness does not have: `commonsense.py`."""
+
+TABLES = SUITES | {"commonsense": COMMONSENSE}
+"""What the paper has tables of."""
+
 
 @dataclass(frozen=True)
 class Value:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from openelm_jax.errors import UserError
-from openelm_jax.evaluation.suites import SUITES, Results, Value, averages
+from openelm_jax.evaluation.suites import TABLES, Results, Value, averages
 
 
 class PaperRow(Protocol):
@@ -66,7 +66,7 @@ def markdown(model: str, suite: str | None, results: Results, row: PaperRow | No
 
 def all_rows(model: str, suite: str, results: Results, rows: Sequence[PaperRow]) -> str:
     """Return a table of models: ours first, then all of the paper's in this suite."""
-    tasks = SUITES[suite]
+    tasks = TABLES[suite]
     ours = {value.task.name: value.value * value.scale for value in results.values}
     names = list(results.averages)
     lines = [
@@ -127,7 +127,7 @@ def _figure(row: PaperRow | None, task: str) -> float | None:
 
 def _averages(row: PaperRow, suite: str | None) -> dict[str, float]:
     """Return the paper's average, and the one without SciQ if its figures are all known."""
-    tasks = SUITES.get(suite or "", ())
+    tasks = TABLES.get(suite or "", ())
     known = {task: row.values[task.name] for task in tasks if task.name in row.values}
     found = averages(known) if tasks and len(known) == len(tasks) else {}
     return found | {"average": row.average}
