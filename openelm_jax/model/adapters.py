@@ -11,17 +11,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 from openelm_jax.errors import UserError
 from openelm_jax.model.matrix import FORMS, Bits, Matrix, in_bits, multiply
 
 Array = jax.Array
+
+UNADAPTED = "unadapted"
+"""The name of the activation that a matrix makes without its adapter."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,25 +72,23 @@ class Adapter(nn.Module):
         constant in the gradient (section 4.3 of its paper); the dropped inputs also go through the
         weight itself then, for what the rescaling adds (`DoraLinearLayer` of peft).
         """
-        shape, scale = self.shape, self.shape.scale
-        y = multiply(x, weight)
+        shape = self.shape
+        dropping = shape.dropout > 0 and self.has_rng("dropout")
+        key = self.make_rng("dropout") if dropping else None
+        y = checkpoint_name(multiply(x, weight), UNADAPTED)
         down_IR, up_RO = _pair(self, _uniform, _zeros, (x.shape[-1], y.shape[-1]))
-        seen, dropping = x.astype(jnp.float32), shape.dropout > 0 and self.has_rng("dropout")
-        if dropping:
-            seen = nn.Dropout(shape.dropout, deterministic=False)(seen)
-        added = scale * (seen @ down_IR @ up_RO)
-        y_f32 = y.astype(jnp.float32)
+        add = jax.checkpoint(partial(_add, shape, key))  # else float32 copies of x would be kept
         if not shape.dora:
-            return (y_f32 + added).astype(y.dtype)
+            return add(x, y, down_IR, up_RO)
         magnitude_O = self.variable(
             "adapters", "magnitude_O", lambda: lengths(_widened(weight))
         ).value
-        fixed = jax.lax.stop_gradient((_widened(weight), down_IR, up_RO))
-        gain_O = magnitude_O / lengths(fixed[0] + scale * (fixed[1] @ fixed[2]))
-        if not dropping:
-            return (gain_O * (y_f32 + added)).astype(y.dtype)
-        seen_y = multiply(seen.astype(x.dtype), weight).astype(jnp.float32)
-        return (y_f32 + (gain_O - 1) * seen_y + gain_O * added).astype(y.dtype)
+        weight_IO, *fixed = jax.lax.stop_gradient((_widened(weight), down_IR, up_RO))
+        gain_O = magnitude_O / lengths(weight_IO + shape.scale * (fixed[0] @ fixed[1]))
+        if key is None:
+            return add(x, y, down_IR, up_RO, gain_O, y)
+        seen_y = multiply(_seen(x, shape, key).astype(x.dtype), weight)
+        return add(x, y, down_IR, up_RO, gain_O, checkpoint_name(seen_y, UNADAPTED))
 
 
 class LookupAdapter(nn.Module):
@@ -102,6 +105,33 @@ class LookupAdapter(nn.Module):
         down_IR, up_RO = _pair(self, _zeros, _normal, dims)
         added_BTD = self.shape.scale * (down_IR[tokens_BT] @ up_RO)
         return (rows_BTD.astype(jnp.float32) + added_BTD).astype(rows_BTD.dtype)
+
+
+def _add(
+    shape: AdapterShape,
+    key: Array | None,
+    x: Array,
+    y: Array,
+    down_IR: Array,
+    up_RO: Array,
+    gain_O: Array | None = None,
+    seen_y: Array | None = None,
+) -> Array:
+    """Return y with what the adapter makes of x; `gain_O` and `seen_y` are DoRA's."""
+    added = shape.scale * (_seen(x, shape, key) @ down_IR @ up_RO)
+    whole = y.astype(jnp.float32)
+    if gain_O is None or seen_y is None:
+        return (whole + added).astype(y.dtype)
+    return (whole + (gain_O - 1) * seen_y.astype(jnp.float32) + gain_O * added).astype(y.dtype)
+
+
+def _seen(x: Array, shape: AdapterShape, key: Array | None) -> Array:
+    """Return in float32 the inputs that are not dropped, made as large as all were."""
+    x = x.astype(jnp.float32)
+    if key is None:
+        return x
+    left = jax.random.bernoulli(key, 1 - shape.dropout, x.shape)
+    return jnp.where(left, x / (1 - shape.dropout), 0)
 
 
 def adapter_at(adapters: Adapters, path: str) -> AdapterShape | None:

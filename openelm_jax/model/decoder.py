@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from openelm_jax.config import ModelConfig
-from openelm_jax.model.adapters import Adapter, Adapters, LookupAdapter, adapter_at
+from openelm_jax.model.adapters import UNADAPTED, Adapter, Adapters, LookupAdapter, adapter_at
 from openelm_jax.model.attention import (
     Attend,
     Turns,
@@ -43,7 +43,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 REMAT_KEEPS: dict[str, tuple[str, ...]] = {
-    "dots": ("qkv", "attention_out", "attention_log_partition", "attended", "wide"),
+    "dots": ("qkv", "attention_out", "attention_log_partition", "attended", "wide", UNADAPTED),
     "save_attention": ("attention_out", "attention_log_partition"),
     "block": (),
 }
@@ -147,7 +147,7 @@ class Attention(nn.Module):
         out = _kernel(self, "out", shape.query_dim, config.model_dim, _residual_std(config))
 
         x_BTD = self.collectives.enter(x_BTD, path)
-        heads = checkpoint_name(_projected(self, "qkv", x_BTD, qkv), "qkv")
+        heads = _projected(self, "qkv", x_BTD, qkv, keep="qkv")
         heads = heads.reshape(*x_BTD.shape[:2], -1, config.head_dim)
         query_BTNH, key_BTKH, value_BTKH = jnp.split(
             heads,
@@ -189,7 +189,7 @@ class FeedForward(nn.Module):
         down = _kernel(self, "down", ffn_dim, config.model_dim, _residual_std(config))
 
         x_BTD = self.collectives.enter(x_BTD, path)
-        wide = checkpoint_name(_projected(self, "up", x_BTD, up), "wide")
+        wide = _projected(self, "up", x_BTD, up, keep="wide")
         if config.ffn_with_glu:
             gate_BTF, up_BTF = jnp.split(wide, 2, axis=-1)
             wide_BTF = activation(gate_BTF) * up_BTF
@@ -355,12 +355,19 @@ def _remade(remat: str) -> type[Block]:
     return nn.remat(Block, policy=keep)
 
 
-def _projected(module: Attention | FeedForward, name: str, x: jax.Array, weight: Any) -> jax.Array:
-    """Return x times one of a module's matrices, gathered, with its adapter if it has one."""
+def _projected(
+    module: Attention | FeedForward, name: str, x: jax.Array, weight: Any, keep: str | None = None
+) -> jax.Array:
+    """Return x times one of a module's matrices, gathered, with its adapter if it has one.
+
+    It is an activation of the name `keep`; with an adapter what the matrix alone makes has a name.
+    """
     path = f"{path_of(module)}/{name}"
     weight = module.collectives.gather(weight, path, x.dtype)
-    shape = adapter_at(module.adapters, path)
-    return multiply(x, weight) if shape is None else Adapter(shape, name=name)(x, weight)
+    if shape := adapter_at(module.adapters, path):
+        return Adapter(shape, name=name)(x, weight)
+    y = multiply(x, weight)
+    return checkpoint_name(y, keep) if keep else y
 
 
 def _kernel(
