@@ -322,7 +322,7 @@ def _add_evaluation_flags(parser: argparse.ArgumentParser) -> None:
         "--tasks", default="piqa,hellaswag,arc_easy,winogrande", metavar="A,B", help="of lm-eval"
     )
     parser.add_argument(
-        "--data", metavar="DIR", help="a folder of data sets laid out like the Hub (the Hub)"
+        "--data", metavar="DIR", help="copies of the tasks' data, as for evaluate (the Hub)"
     )
     parser.add_argument("--shots", type=int, metavar="N", help="examples before each item")
     parser.add_argument(

@@ -23,6 +23,7 @@ from openelm_jax.benchmarks.generation_models import model_of, write_random
 from openelm_jax.benchmarks.processes import ON_THE_CPU, process, questions
 from openelm_jax.benchmarks.report import Figure, median_figure
 from openelm_jax.errors import UserError
+from openelm_jax.evaluation.suites import Task, open_tasks, quiet
 from openelm_jax.tokenizer import Tokenizer, load_tokenizer
 from openelm_jax.weights.huggingface import write_huggingface
 from openelm_jax.weights.load import open_weights
@@ -80,7 +81,7 @@ def measure_evaluation(
     """Return items a second of both, their ratio and their differences, for each task.
 
     The weights are those in `where`, or random ones of `size` with `tokenizer`. `data` is a folder
-    that is laid out like the Hub; without one the Hub is asked. Raises UserError for what is not
+    of copies as for `evaluate`; without one the Hub is asked. Raises UserError for what is not
     at hand.
     """
     _require_packages()
@@ -195,29 +196,32 @@ def _figures(
 def _gather(
     tasks: Sequence[str], data: Path | None, shots: int | None, limit: int
 ) -> list[TaskRequests]:
-    """Return the requests that the harness makes of each task."""
-    with (
-        tempfile.TemporaryDirectory() as home,
-        process(
-            serve_requests,
-            None if data is None else str(data.resolve()),
-            benchmark=BENCHMARK,
-            cure="give the tasks' data with --data DIR, laid out like the Hub",
-            environment=ON_THE_CPU if data is None else OFFLINE | {"HF_HOME": home},
-        ) as ask,
-    ):
-        return [ask((task, shots, limit)) for task in tasks]
+    """Return the requests that the harness makes of each task; raises UserError without its data."""
+    with process(
+        serve_requests,
+        data,
+        benchmark=BENCHMARK,
+        cure="give the tasks' data with --data DIR",
+        environment=ON_THE_CPU if data is None else OFFLINE,
+    ) as ask:
+        answers = [ask((Task(task, shots), limit)) for task in tasks]
+    for answer in answers:
+        if isinstance(answer, str):
+            raise UserError(answer)
+    return answers
 
 
-def serve_requests(connection: Connection, data: str | None) -> None:
-    """Answer (task, shots, limit) with `TaskRequests`."""
-    if data is not None:
-        os.chdir(data)
-    for task, shots, limit in questions(connection):
-        connection.send(_requests_of(task, shots, limit))
+def serve_requests(connection: Connection, data: Path | None) -> None:
+    """Answer (task, limit) with `TaskRequests`, or with what is missing in a sentence."""
+    quiet()
+    for task, limit in questions(connection):
+        try:
+            connection.send(_requests_of(task, data, limit))
+        except UserError as missing:
+            connection.send(str(missing))
 
 
-def _requests_of(task: str, shots: int | None, limit: int) -> TaskRequests:
+def _requests_of(task: Task, data: Path | None, limit: int) -> TaskRequests:
     """Return what the harness asks of a model that is evaluated on a task."""
     import lm_eval
     from lm_eval.api.model import LM
@@ -230,16 +234,21 @@ def _requests_of(task: str, shots: int | None, limit: int) -> TaskRequests:
             return [(0.0, False)] * len(requests)
 
         def loglikelihood_rolling(self, requests):
-            raise UserError(f"{task} asks for texts as a whole: choose tasks with answers.")
+            raise UserError(f"{task.name} asks for texts as a whole: choose tasks with answers.")
 
         def generate_until(self, requests):
-            raise UserError(f"{task} asks for generated text: choose tasks with answers.")
+            raise UserError(f"{task.name} asks for generated text: choose tasks with answers.")
 
+    (opened,) = open_tasks([task], data)
     results = lm_eval.simple_evaluate(
-        Listener(), tasks=[task], num_fewshot=shots, limit=limit, bootstrap_iters=0
+        Listener(),
+        tasks=list(opened.objects),
+        num_fewshot=task.shots,
+        limit=limit,
+        bootstrap_iters=0,
     )
     items = sum(counts["effective"] for counts in results["n-samples"].values())
-    return TaskRequests(task, items, pairs)
+    return TaskRequests(task.name, items, pairs)
 
 
 def serve_ours(connection: Connection, export: str) -> None:

@@ -5,8 +5,9 @@ examples before a thousand questions, or the first half of two sentences: a row 
 tokens, each of which sees those on its way from the root, at the position that is its depth.
 Requests are sorted, so that neighbours share most, and cut into rows where reading costs least.
 
-Legend: B rows of a batch, T tokens of a row, P predictions of a row, C predictions at a time,
-D model, V vocab, N query heads, K kv heads, G query heads of a kv head, S keys, H head dim.
+Legend: B rows of a batch, T tokens of a row, R groups of rows that lie on one device, P predictions
+of a row or group, C predictions at a time, L tokens of a group, D model, V vocab, N query heads,
+K kv heads, G query heads of a kv head, S keys, H head dim.
 """
 
 from __future__ import annotations
@@ -32,10 +33,13 @@ BATCH_TOKENS = {"cpu": 4096}
 OTHER_BATCH_TOKENS = 32_768
 ATTENTION_FREE = 4096
 """Tokens of a row whose attention costs as much as all else: what a longer row must save."""
+SHORTEST = 256
+"""Tokens of the shortest row."""
 LONGEST_SHARED = 1024
 """No row is made longer than this by sharing."""
-PREDICTIONS = 512
-"""Rows of logits that are made at a time."""
+PREDICTIONS = {"cpu": 256}
+"""Rows of logits that are made at a time, by platform: fewer stay in a CPU's caches."""
+OTHER_PREDICTIONS = 1024
 
 
 class Request(NamedTuple):
@@ -91,20 +95,18 @@ def score(
 
     def compute(batch: _Batch) -> tuple[jax.Array, jax.Array]:
         arrays = divide_rows((batch.tokens_BT, batch.depth_BT, batch.end_BT), mesh)
-        pairs = divide_rows((batch.slot_BP, batch.target_BP), mesh)
-        steps = np.int32(-(-batch.predictions // batch.step))
-        return _predict(
-            *(config, dtype, batch.step, params, *arrays, *pairs, steps, np.int32(vocab_size))
-        )
+        pairs = divide_rows((batch.slot_RP, batch.target_RP), mesh)
+        steps = np.int32(-(-batch.predictions // _at_a_time(len(batch.slot_RP))))
+        return _predict(config, dtype, params, *arrays, *pairs, steps, np.int32(vocab_size))
 
-    for batch, log_probability_BP, greedy_BP in _computed(batches, compute):
-        for row, spans in enumerate(batch.spans):
+    for batch, log_probability_RP, greedy_RP in _computed(batches, compute):
+        for group, spans in enumerate(batch.spans):
             for number, start, stop in spans:
                 finish(
                     number,
                     Scored(
-                        float(log_probability_BP[row, start:stop].sum(dtype=np.float64)),
-                        bool(greedy_BP[row, start:stop].all()),
+                        float(log_probability_RP[group, start:stop].sum(dtype=np.float64)),
+                        bool(greedy_RP[group, start:stop].all()),
                     ),
                 )
     assert None not in results
@@ -131,18 +133,23 @@ class _Batch:
     tokens_BT: np.ndarray
     depth_BT: np.ndarray
     end_BT: np.ndarray
-    slot_BP: np.ndarray
-    target_BP: np.ndarray
+    slot_RP: np.ndarray
+    """Where the predictions of a group are made, in its rows end to end."""
+    target_RP: np.ndarray
     predictions: int
-    """The most that a row has."""
-    step: int
+    """The most that a group has."""
     spans: list[list[tuple[int, int, int]]]
+    """Of each group: number of a request, and from where to where its predictions are."""
 
 
 def row_length(tokens: int) -> int:
-    """Return the padded length of a row: 64, 128, 256, then at most a quarter longer."""
-    if tokens <= 256:
-        return max(64, 1 << (tokens - 1).bit_length())
+    """Return the padded length of a row: 256, then at most a quarter longer.
+
+    Several short requests stand in one row: there need be no shorter ones, and fewer lengths fill
+    their batches better.
+    """
+    if tokens <= SHORTEST:
+        return SHORTEST
     step = max(128, (1 << (tokens - 1).bit_length()) // 8)
     return -(-tokens // step) * step
 
@@ -252,49 +259,75 @@ def _tree(
 def _batches(rows: Sequence[_Row], batch_tokens: int, replica: int) -> list[_Batch]:
     """Return batches of rows of equal padded length, longest first, with a multiple of `replica`.
 
-    Rows that fill no batch of their length join the next longer ones, up to twice theirs.
+    Rows join the next longer ones where that makes fewer tokens.
     """
     by_length: dict[int, list[_Row]] = {}
     for row in rows:
         by_length.setdefault(row_length(len(row.tokens_T)), []).append(row)
+
+    def sizes(count: int, length: int) -> list[int]:
+        """Return how many rows each batch has: as many as go, and a last one in few sizes."""
+        most = max(1, batch_tokens // length // replica) * replica
+        step = max(1, most // replica // 4) * replica
+        rest = -(-(count % most) // step) * step
+        return [most] * (count // most) + ([rest] if rest else [])
+
+    def tokens(count: int, length: int) -> int:
+        return sum(sizes(count, length)) * length
+
     for length, longer in itertools.pairwise(sorted(by_length)):
-        if len(by_length[length]) * length < batch_tokens and longer <= 2 * length:
+        few, many = len(by_length[length]), len(by_length[longer])
+        apart = tokens(few, length) + tokens(many, longer)
+        if tokens(few + many, longer) <= apart:
             by_length[longer] += by_length.pop(length)
     batches = []
     for length in sorted(by_length, reverse=True):
         members = sorted(by_length[length], key=lambda row: -len(row.target_P))
-        most = max(1, batch_tokens // length // replica) * replica
-        # As many batches as needed, filled equally; sizes in few steps, to compile little.
-        equal = -(-len(members) // -(-len(members) // most))
-        step = max(1, most // replica // 4) * replica
-        size = -(-equal // step) * step
-        batches += [
-            _batch(members[start : start + size], length, size)
-            for start in range(0, len(members), size)
-        ]
+        start = 0
+        for size in sizes(len(members), length):
+            batches.append(_batch(members[start : start + size], length, size, replica))
+            start += size
     return batches
 
 
-def _batch(rows: Sequence[_Row], length: int, size: int) -> _Batch:
-    step = max(8, 1 << (PREDICTIONS // size).bit_length() - 1) if size < PREDICTIONS else 8
-    predictions = max(len(row.target_P) for row in rows)
-    room = length
-    while room < predictions:
-        room *= 2
-    room = -(-room // step) * step
+def _batch(rows: Sequence[_Row], length: int, size: int, groups: int) -> _Batch:
+    """Return rows as a batch of `size`; they take turns to be of a group, longest first."""
     tokens_BT = np.zeros((size, length), np.int32)
     depth_BT = np.zeros((size, length), np.int32)
     end_BT = np.tile(np.arange(1, length + 1, dtype=np.int32), (size, 1))
-    slot_BP = np.zeros((size, room), np.int32)
-    target_BP = np.zeros((size, room), np.int32)
+    slots: list[list[np.ndarray]] = [[] for _ in range(groups)]
+    targets: list[list[np.ndarray]] = [[] for _ in range(groups)]
+    spans: list[list[tuple[int, int, int]]] = [[] for _ in range(groups)]
+    counts = [0] * groups
     for i, row in enumerate(rows):
-        tokens_BT[i, : len(row.tokens_T)] = row.tokens_T
-        depth_BT[i, : len(row.tokens_T)] = row.depth_T
-        end_BT[i, : len(row.tokens_T)] = row.end_T
-        slot_BP[i, : len(row.slot_P)] = row.slot_P
-        target_BP[i, : len(row.target_P)] = row.target_P
-    spans = [row.spans for row in rows]
-    return _Batch(tokens_BT, depth_BT, end_BT, slot_BP, target_BP, predictions, step, spans)
+        place, group = divmod(i, groups)
+        index = group * (size // groups) + place
+        tokens_BT[index, : len(row.tokens_T)] = row.tokens_T
+        depth_BT[index, : len(row.tokens_T)] = row.depth_T
+        end_BT[index, : len(row.tokens_T)] = row.end_T
+        slots[group].append(row.slot_P + place * length)
+        targets[group].append(row.target_P)
+        spans[group] += [
+            (number, start + counts[group], stop + counts[group])
+            for number, start, stop in row.spans
+        ]
+        counts[group] += len(row.target_P)
+    room = _at_a_time(groups)
+    while room < max(counts):
+        room *= 2
+    slot_RP = np.zeros((groups, room), np.int32)
+    target_RP = np.zeros((groups, room), np.int32)
+    for group, count in enumerate(counts):
+        if count:
+            slot_RP[group, :count] = np.concatenate(slots[group])
+            target_RP[group, :count] = np.concatenate(targets[group])
+    return _Batch(tokens_BT, depth_BT, end_BT, slot_RP, target_RP, max(counts), spans)
+
+
+def _at_a_time(groups: int) -> int:
+    """Return of how many predictions of each group the logits are made together."""
+    most = PREDICTIONS.get(jax.default_backend(), OTHER_PREDICTIONS)
+    return max(8, most // groups)
 
 
 def _computed(
@@ -325,52 +358,56 @@ def _gathered(
     turn: Sequence[_Batch], found: tuple[jax.Array, jax.Array]
 ) -> Iterator[tuple[_Batch, np.ndarray, np.ndarray]]:
     """Yield the batches of all processes, whose arrays may differ in shape."""
-    shapes = [batch.slot_BP.shape for batch in turn]
+    shapes = [batch.slot_RP.shape for batch in turn]
     rows, columns = (max(sizes) for sizes in zip(*shapes, strict=True))
     own = np.stack([np.asarray(found[0], np.float32), np.asarray(found[1], np.float32)])
     room = np.zeros((2, rows, columns), np.float32)
     room[:, : own.shape[1], : own.shape[2]] = own
     everyone = multihost_utils.process_allgather(room)
     for i, batch in enumerate(turn):
-        log_probability_BP, greedy_BP = everyone[i][:, : shapes[i][0], : shapes[i][1]]
-        yield batch, log_probability_BP, greedy_BP > 0
+        log_probability_RP, greedy_RP = everyone[i][:, : shapes[i][0], : shapes[i][1]]
+        yield batch, log_probability_RP, greedy_RP > 0
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2))
+@partial(jax.jit, static_argnums=(0, 1))
 def _predict(
     config: ModelConfig,
     dtype: jax.typing.DTypeLike,
-    step: int,
     params: Params,
     tokens_BT: jax.Array,
     depth_BT: jax.Array,
     end_BT: jax.Array,
-    slot_BP: jax.Array,
-    target_BP: jax.Array,
+    slot_RP: jax.Array,
+    target_RP: jax.Array,
     steps: jax.Array,
     vocab_size: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return log-probabilities [B, P] and whether each is the highest, of the first `steps` C."""
+    """Return log-probabilities [R, P] and whether each is the highest, of the first `steps` C."""
     decoder = Decoder(config, dtype=dtype, attend=_attend_to_path)
     hidden_BTD, _ = apply(decoder, params, "hidden", tokens_BT, depth_BT, None, end_BT)
+    groups = len(slot_RP)
+    hidden_RLD = hidden_BTD.reshape(groups, -1, hidden_BTD.shape[-1])
+    step = _at_a_time(groups)
 
     def some(i: jax.Array, found: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        slot_BC = jax.lax.dynamic_slice_in_dim(slot_BP, i * step, step, axis=1)
-        target_BC = jax.lax.dynamic_slice_in_dim(target_BP, i * step, step, axis=1)
-        hidden_BCD = jnp.take_along_axis(hidden_BTD, slot_BC[..., None], axis=1)
-        logits_BCV = apply(decoder, params, "logits", hidden_BCD)
-        known_V = jnp.arange(logits_BCV.shape[-1]) < vocab_size
-        logits_BCV = jnp.where(known_V, logits_BCV, -jnp.inf)
-        chosen_BC = jnp.take_along_axis(logits_BCV, target_BC[..., None], axis=-1)[..., 0]
-        log_probability_BC = chosen_BC - jax.nn.logsumexp(logits_BCV, axis=-1)
-        greedy_BC = logits_BCV.argmax(axis=-1) == target_BC
-        log_probability_BP = jax.lax.dynamic_update_slice_in_dim(
-            found[0], log_probability_BC, i * step, axis=1
+        slot_RC = jax.lax.dynamic_slice_in_dim(slot_RP, i * step, step, axis=1)
+        target_RC = jax.lax.dynamic_slice_in_dim(target_RP, i * step, step, axis=1)
+        hidden_RCD = jnp.take_along_axis(hidden_RLD, slot_RC[..., None], axis=1)
+        logits_RCV = apply(decoder, params, "logits", hidden_RCD)
+        id_V = jnp.arange(logits_RCV.shape[-1])
+        logits_RCV = jnp.where(id_V < vocab_size, logits_RCV, -jnp.inf)
+        chosen_RC = jnp.take_along_axis(logits_RCV, target_RC[..., None], axis=-1)[..., 0]
+        log_probability_RC = chosen_RC - jax.nn.logsumexp(logits_RCV, axis=-1)
+        # The first of the highest, as argmax has it, which XLA's CPU compiler makes a scalar loop.
+        is_highest_RCV = logits_RCV == logits_RCV.max(axis=-1, keepdims=True)
+        greedy_RC = jnp.where(is_highest_RCV, id_V, len(id_V)).min(axis=-1) == target_RC
+        log_probability_RP = jax.lax.dynamic_update_slice_in_dim(
+            found[0], log_probability_RC, i * step, axis=1
         )
-        greedy_BP = jax.lax.dynamic_update_slice_in_dim(found[1], greedy_BC, i * step, axis=1)
-        return log_probability_BP, greedy_BP
+        greedy_RP = jax.lax.dynamic_update_slice_in_dim(found[1], greedy_RC, i * step, axis=1)
+        return log_probability_RP, greedy_RP
 
-    nothing = (jnp.zeros(slot_BP.shape, jnp.float32), jnp.zeros(slot_BP.shape, bool))
+    nothing = (jnp.zeros(slot_RP.shape, jnp.float32), jnp.zeros(slot_RP.shape, bool))
     return jax.lax.fori_loop(0, steps, some, nothing)
 
 
