@@ -12,11 +12,12 @@ from openelm_jax.command_line import command_parser, run
 from openelm_jax.errors import UserError
 
 if TYPE_CHECKING:
-    from openelm_jax.generation.language_model import Completion
+    from openelm_jax.generation.language_model import Completion, Prompt
 
 EXAMPLES = """
 python -m openelm_jax.generate --from runs/tiny --prompt "The state of the Union"
 python -m openelm_jax.generate --from runs/tiny@800 --prompt-file prompts.txt --json
+python -m openelm_jax.generate --from exports/instruct --chat --prompt "Why is the sky blue?"
 python -m openelm_jax.generate --from exports/3b --draft exports/270m --prompt "We must" --stream
 """
 
@@ -26,6 +27,7 @@ def main(argv: list[str]) -> None:
     arguments = _parse(argv)
     prompts = _prompts(arguments)
 
+    from openelm_jax.data.chat import ChatForm, Message, encode_prompt
     from openelm_jax.generation.language_model import load
     from openelm_jax.generation.sampling import Sampling
     from openelm_jax.generation.speculative import Tally, proposal_count
@@ -50,28 +52,41 @@ def main(argv: list[str]) -> None:
     draft = load(arguments.draft, arguments.tokenizer, **how) if arguments.draft else None
     speculation = model.speculation(arguments.prompt_lookup, draft, arguments.draft_tokens)
     tally = Tally()
+    asked: list[Prompt] = list(prompts)
+    if arguments.chat:
+        form = ChatForm(empty_system=not arguments.no_system)
+        tokenizer = model.require_tokenizer()
+        asked = [
+            encode_prompt(tokenizer, [Message("user", text)], form).tolist() for text in prompts
+        ]
+    between = "\n" if arguments.chat else ""
 
     if arguments.stream:
         for row, prompt in enumerate(prompts):
-            print(prompt, end="", flush=True)
-            pieces = model.stream(prompt, arguments.max_tokens, sampling, row, speculation, tally)
+            print(prompt, end=between, flush=True)
+            pieces = model.stream(
+                asked[row], arguments.max_tokens, sampling, row, speculation, tally
+            )
             for piece in pieces:
                 print(piece, end="", flush=True)
             print("\n" if row + 1 < len(prompts) else "", flush=True)
     else:
-        completions = model.complete(prompts, arguments.max_tokens, sampling, speculation, tally)
-        _print(completions, as_json=arguments.json)
+        completions = model.complete(asked, arguments.max_tokens, sampling, speculation, tally)
+        _print(prompts, completions, between, as_json=arguments.json)
     if speculation is not None:
         print(tally, file=sys.stderr)
 
 
-def _print(completions: list[Completion], *, as_json: bool) -> None:
+def _print(
+    prompts: list[str], completions: list[Completion], between: str, *, as_json: bool
+) -> None:
+    pairs = list(zip(prompts, completions, strict=True))
     if not as_json:
-        print("\n\n".join(completion.prompt + completion.text for completion in completions))
+        print("\n\n".join(prompt + between + completion.text for prompt, completion in pairs))
         return
-    for completion in completions:
+    for prompt, completion in pairs:
         fields = {
-            "prompt": completion.prompt,
+            "prompt": prompt,
             "text": completion.text,
             "tokens": completion.tokens,
             "finish_reason": completion.finish_reason,
@@ -97,6 +112,16 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     )
     flag("--prompt", action="append", metavar="TEXT", help="again for a batch of them")
     flag("--prompt-file", metavar="FILE", help="one prompt a line")
+    flag(
+        "--chat",
+        action="store_true",
+        help="the prompt is a user's turn, to be answered: for models tuned on conversations",
+    )
+    flag(
+        "--no-system",
+        action="store_true",
+        help="with --chat: no empty system turn in front, for models tuned without",
+    )
     flag("--max-tokens", type=int, default=128, metavar="N", help="new tokens at most (128)")
     flag("--temperature", type=float, default=0.8, metavar="X", help="0 is greedy (0.8)")
     flag("--top-k", type=int, default=0, metavar="K", help="only the K likeliest tokens; 0: all")
@@ -133,6 +158,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if not arguments.prompt and not arguments.prompt_file:
         parser.error("give --prompt TEXT or --prompt-file FILE")
+    if arguments.no_system and not arguments.chat:
+        parser.error("--no-system is for --chat")
     return arguments
 
 

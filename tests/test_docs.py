@@ -236,7 +236,13 @@ def test_an_experiment_of_the_pages_is_an_experiment(folder_of_the_reader: Path)
     assert all(isinstance(load_experiment(str(file)), Experiment) for file in files)
 
 
-OF_FINETUNING = ("instructions.py",)
+OF_FINETUNING = (
+    "chat.py",
+    "conversations.py",
+    "instructions.py",
+    "objects.py",
+    "preferences.py",
+)
 """Modules of `data` whose refusals name a file and a record, and are told where they arise."""
 
 

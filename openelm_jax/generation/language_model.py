@@ -93,9 +93,14 @@ def language_model(
     return LanguageModel(config, decoding_params(params, dtype, quantize), tokenizer, dtype)
 
 
+Prompt = str | Sequence[int]
+"""A text, or token ids with <s>, as the chat template makes them."""
+
+
 @dataclass(frozen=True)
 class Completion:
-    """A prompt, and the text and tokens that continue it; `stop` is </s>, `length` the limit."""
+    """A prompt as text, and the text and tokens that continue it, until </s> (`stop`) or the most
+    tokens (`length`)."""
 
     prompt: str
     text: str
@@ -196,7 +201,7 @@ class LanguageModel:
         count = proposal_count(prompt_lookup, draft is not None, draft_tokens)
         if draft is None:
             return PromptLookup(count) if count else None
-        _check_same_vocabulary(self._need_tokenizer(), draft._need_tokenizer())
+        _check_same_vocabulary(self.require_tokenizer(), draft.require_tokenizer())
         if mesh_of(self.params) != mesh_of(draft.params):
             raise UserError(
                 "the draft model lies on other devices: load both with the same replica and tensor."
@@ -205,21 +210,23 @@ class LanguageModel:
 
     def complete(
         self,
-        prompts: Sequence[str],
+        prompts: Sequence[Prompt],
         max_tokens: int,
         sampling: Sampling,
         speculation: Speculation | None = None,
         tally: Tally | None = None,
+        row: int = 0,
     ) -> list[Completion]:
         """Return each prompt's continuation with its tokens and the reason of its end.
 
-        What `speculation` comes to is added to `tally`.
+        Prompt i is sampled with the seed and the number `row` + i, whatever stands beside it. What
+        `speculation` comes to is added to `tally`.
         """
         if isinstance(prompts, str):
             raise UserError("prompts is one string: give a list of them.")
         if not prompts:
             return []
-        tokenizer = self._need_tokenizer()
+        tokenizer = self.require_tokenizer()
         ids = [self._prompt_ids(prompt) for prompt in prompts]
         continuations = engine.generate(
             self.config,
@@ -230,19 +237,23 @@ class LanguageModel:
             vocab_size=tokenizer.vocab_size,
             sampling=sampling,
             dtype=self.dtype,
+            first_row=row,
             speculation=speculation,
             tally=tally,
         )
         return [
             Completion(
-                prompt, _new_text(tokenizer, before, new.tokens), new.tokens, new.finish_reason
+                prompt if isinstance(prompt, str) else tokenizer.decode(before),
+                _new_text(tokenizer, before, new.tokens),
+                new.tokens,
+                new.finish_reason,
             )
             for prompt, before, new in zip(prompts, ids, continuations, strict=True)
         ]
 
     def stream(
         self,
-        prompt: str,
+        prompt: Prompt,
         max_tokens: int,
         sampling: Sampling,
         row: int = 0,
@@ -253,7 +264,7 @@ class LanguageModel:
 
         A character is held back until all its bytes are there.
         """
-        tokenizer = self._need_tokenizer()
+        tokenizer = self.require_tokenizer()
         ids = self._prompt_ids(prompt)
         blocks = engine.stream(
             self.config,
@@ -281,11 +292,14 @@ class LanguageModel:
         if len(rest := _new_text(tokenizer, ids, new)) > len(shown):
             yield rest[len(shown) :]
 
-    def _prompt_ids(self, prompt: str) -> list[int]:
-        tokenizer = self._need_tokenizer()
+    def _prompt_ids(self, prompt: Prompt) -> list[int]:
+        if not isinstance(prompt, str):
+            return [int(token) for token in prompt]
+        tokenizer = self.require_tokenizer()
         return [tokenizer.bos_id, *tokenizer.encode(prompt).tolist()]
 
-    def _need_tokenizer(self) -> Tokenizer:
+    def require_tokenizer(self) -> Tokenizer:
+        """Return the tokenizer; raises UserError where there is none."""
         if self.tokenizer is None:
             raise UserError(
                 "text needs a tokenizer and these weights come without one: "
