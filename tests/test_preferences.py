@@ -284,13 +284,13 @@ def test_lengths_that_leave_no_answer_are_refused(fields: dict[str, Any], messag
         Truncation(**fields)
 
 
-def test_a_batch_has_the_chosen_rows_first_and_its_lengths_apart() -> None:
+def test_a_batch_has_the_rows_of_a_pair_together_and_their_lengths_apart() -> None:
     rows = pair_rows([pair(2, 3, 1), pair(1, 1, 2)], 6)
     assert rows.tokens_BL.tolist() == [
         [1, 2, 1000, 1001, 1002, 0],
-        [1, 1000, 0, 0, 0, 0],
         [1, 2, 2000, 0, 0, 0],
+        [1, 1000, 0, 0, 0, 0],
         [1, 2000, 2001, 0, 0, 0],
     ]
-    assert rows.prompt_B.tolist() == [2, 1, 2, 1]
-    assert rows.length_B.tolist() == [5, 2, 3, 3]
+    assert rows.prompt_B.tolist() == [2, 2, 1, 1]
+    assert rows.length_B.tolist() == [5, 3, 2, 3]

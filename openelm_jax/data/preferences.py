@@ -70,8 +70,9 @@ class Truncation:
 
 
 class PairRows(NamedTuple):
-    """A batch of rows [B, L]: each pair's chosen one in the first half, its rejected in the second.
+    """A batch of rows [B, L]: of pair p the chosen answer in row 2 p, the rejected in 2 p + 1.
 
+    So whatever cuts a batch into equal parts of even length cuts no pair in two.
     Row b has its prompt in the tokens before `prompt_B[b]`, its answer in those before
     `length_B[b]`, and nothing of a meaning behind.
     """
@@ -183,8 +184,7 @@ def encode_preferences(
 
 def pair_rows(pairs: Sequence[Pair], row_length: int) -> PairRows:
     """Return a batch of twice as many rows as pairs, of `row_length` tokens, which must do."""
-    rows = [(pair.prompt, pair.chosen) for pair in pairs]
-    rows += [(pair.prompt, pair.rejected) for pair in pairs]
+    rows = [(pair.prompt, answer) for pair in pairs for answer in (pair.chosen, pair.rejected)]
     tokens_BL = np.zeros((len(rows), row_length), np.int32)
     for row, parts in zip(tokens_BL, rows, strict=True):
         whole = np.concatenate(parts)
