@@ -267,7 +267,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         help="each saved step of --run: curves.json, .png and .svg in DIR/evaluation, or --out",
     )
     flag("--average-last", type=int, metavar="N", help="and the mean of the last N, marked")
-    flag("--limit", type=int, metavar="N", help="only the first N items of each task")
+    flag("--limit", type=int, metavar="N", help="only N items of each task")
     flag(
         "--data",
         type=Path,

@@ -23,7 +23,11 @@ from openelm_jax.evaluation.commonsense import (
     open_sets,
     run_commonsense,
 )
+from openelm_jax.evaluation.paper_results import paper_rows
+from openelm_jax.evaluation.suites import COMMONSENSE, Results, Value
+from openelm_jax.evaluation.tables import all_rows, to_json
 from openelm_jax.generation.language_model import load
+from openelm_jax.generation.scoring import Scored
 from openelm_jax.tokenizer import load_tokenizer
 
 TOKENIZER = Path(__file__).parent / "data" / "tokenizer-mistral-v1" / "tokenizer.model"
@@ -89,37 +93,76 @@ def test_the_first_word_of_a_response_counts():
     assert first_word("true or false", WORDS["boolq"]) == "true"
 
 
-def test_likelihood_is_that_of_the_plain_forward_pass(weights, tmp_path):
-    model, tokenizer = load(weights), load_tokenizer(TOKENIZER)
-    sets = open_sets(write_sets(tmp_path), ["boolq", "winogrande"])
-    found = {value.task.name: value for value in run_commonsense(model, sets).values}
-    records = read_instructions(tmp_path / "boolq/test.json")
-    right = {"acc": 0, "acc_norm": 0}
-    for record in records:
-        nats = {}
-        for word in ("true", "false"):
-            text = f"the correct answer is {word}"
-            # The spaces that the prompt ends with belong to what is scored.
-            context = prompt(record.instruction).rstrip()
-            before = [tokenizer.bos_id, *tokenizer.encode(context).tolist()]
-            whole = [
-                tokenizer.bos_id,
-                *tokenizer.encode(prompt(record.instruction) + text).tolist(),
-            ]
-            logits = model.logits(np.array([whole]))[0, len(before) - 1 : -1].astype(np.float64)
-            log_probs = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
-            nats[word] = sum(
-                row[token] for row, token in zip(log_probs, whole[len(before) :], strict=True)
-            )
-        by_character = {word: total / (22 + len(word)) for word, total in nats.items()}
-        right["acc"] += max(nats, key=nats.get) == record.answer
-        right["acc_norm"] += max(by_character, key=by_character.get) == record.answer
+LONG = {
+    "instruction": "So it is. " * 100 + "\n\nAnswer format: true/false",
+    "output": "the correct answer is true",
+    "answer": "true",
+}
 
-    share = right["acc"] / 6
-    assert found["boolq"].metrics == {name: count / 6 for name, count in right.items()}
-    assert (found["boolq"].value, found["boolq"].items) == (share, 6)
-    assert found["boolq"].stderr == pytest.approx(math.sqrt(share * (1 - share) / 5))
-    assert list(found) == ["boolq", "winogrande"]
+
+@pytest.mark.parametrize("form", [None, "llm-adapters"])
+def test_likelihood_is_that_of_the_plain_forward_pass(form, weights, tmp_path, monkeypatch):
+    """Of prompts longer than the window of 256 tokens the first tokens are left out."""
+    model, tokenizer = load(weights), load_tokenizer(TOKENIZER)
+    path = write_sets(tmp_path, count=2) / "boolq/test.json"
+    path.write_text(json.dumps([*json.loads(path.read_text()), LONG]))
+    asked = []
+    score = type(model).score
+
+    def spy(self, requests, **options):
+        found = score(self, requests, **options)
+        asked.extend(zip(requests, found, strict=True))
+        return found
+
+    monkeypatch.setattr(type(model), "score", spy)
+    (value,) = run_commonsense(model, open_sets(tmp_path, ["boolq"]), form=form).values
+
+    records = list(read_instructions(path))
+    random.Random(83652).shuffle(records)
+    right = 0
+    for number, record in enumerate(records):
+        text, best = prompt(record.instruction, form=form or "corenet"), {}
+        before = [tokenizer.bos_id, *tokenizer.encode(text.rstrip()).tolist()]
+        for word, (request, said) in zip(("true", "false"), asked[2 * number :], strict=False):
+            # The spaces that the prompt ends with belong to what is scored.
+            answered = tokenizer.encode(f"{text}the correct answer is {word}").tolist()
+            whole = [tokenizer.bos_id, *answered]
+            scored = whole[len(before) :]
+            row = whole[-257:]
+            assert [*request.context, *request.continuation] == row
+            assert list(request.continuation) == scored
+
+            logits = model.logits(np.array([row[:-1]]))[0, -len(scored) :].astype(np.float64)
+            log_probs = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+            best[word] = log_probs[np.arange(len(scored)), scored].sum()
+            assert said.log_probability == pytest.approx(best[word], abs=1e-3)
+        right += max(best, key=best.get) == record.answer
+
+    lengths = [len(request.context) + len(request.continuation) for request, _ in asked]
+    assert lengths.count(257) == 2  # the long one's, whose last token is not read
+    assert (value.value, value.items) == (right / 3, 3)
+
+
+def test_the_normalized_choice_is_by_characters(weights, tmp_path, monkeypatch):
+    """-26.5 nats are more than -27, but of 26 characters, "… true", and 27, less for each."""
+    model = load(weights)
+    nats = {"true": -26.5, "false": -27.0}
+
+    def score(self, requests, report):
+        words = [
+            load_tokenizer(TOKENIZER).decode(list(request.continuation)).split()[-1]
+            for request in requests
+        ]
+        return [Scored(nats[word], False) for word in words]
+
+    monkeypatch.setattr(type(model), "score", score)
+    (value,) = run_commonsense(
+        model, open_sets(write_sets(tmp_path, count=5), ["boolq"])
+    ).values  # the answers: two are true, three are false
+
+    assert value.metrics == {"acc": 2 / 5, "acc_norm": 3 / 5}
+    assert (value.value, value.metric) == (2 / 5, "acc")
+    assert value.stderr == pytest.approx(math.sqrt(2 / 5 * 3 / 5 / 4))
 
 
 def test_generation_is_judged_by_what_the_model_writes(weights, tmp_path, monkeypatch):
@@ -138,6 +181,13 @@ def test_generation_is_judged_by_what_the_model_writes(weights, tmp_path, monkey
     assert value.value == 1 / 6  # of 1 and 2 the odd one; of the others nothing is right
     texts = [record.instruction for record in read_instructions(tmp_path / "boolq/test.json")]
     assert sorted(asked) == sorted(prompt(text, form="llm-adapters") for text in texts)
+
+
+def test_the_words_of_the_prompt_are_no_answer(weights, tmp_path):
+    """A random model writes none, though each prompt ends in true/false."""
+    sets = open_sets(write_sets(tmp_path), ["boolq"])
+    (value,) = run_commonsense(load(weights), sets, way="generation").values
+    assert (value.metrics, value.items) == ({"acc": 0.0}, 6)
 
 
 def test_a_limit_is_corenets_sample(weights, tmp_path):
@@ -166,8 +216,24 @@ def test_the_command_prints_the_table_beside_table_6(weights, tmp_path, capsys):
     assert re.search(r"^\| BoolQ \| 0 \| acc \| 4 \| \d+\.\d\d ± \S+ \| 62.14 \|", printed, re.M)
     assert "| OpenELM-3B DoRA |" in (out / "results.md").read_text()
     found = json.loads((out / "results.json").read_text())
-    assert found["paper"]["averages"] == {"average": 38.51}
     assert found["tasks"]["winogrande"]["paper"] == 49.88
+    assert found["paper"]["averages"] == {"average": pytest.approx((62.14 + 49.88) / 2)}
+
+
+def test_an_average_stands_beside_the_papers_of_the_same_sets():
+    lora, averages_only = paper_rows("commonsense")[:2]
+    values = [Value(task, 0.5, 0.1, "acc", 4, {"acc": 0.5}) for task in COMMONSENSE]
+    some, whole = Results(tuple(values[:2]), None), Results(tuple(values), None)
+
+    def beside(results, row):
+        return to_json("W", "commonsense", results, row)["paper"]["averages"]
+
+    assert beside(whole, lora) == {"average": 38.51}
+    assert beside(whole, averages_only) == {"average": 41.6}
+    assert beside(some, lora) == {"average": pytest.approx((62.14 + 50.05) / 2)}
+    assert beside(some, averages_only) == {}
+    lines = all_rows("W", "commonsense", some, [lora, averages_only]).splitlines()
+    assert [line.split(" | ")[-1] for line in lines[2:]] == ["50.00 |", "56.09 |", " |"]
 
 
 def test_sets_that_are_not_there_are_named_before_the_weights_are_read(tmp_path):

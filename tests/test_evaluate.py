@@ -83,7 +83,7 @@ def test_a_table_without_the_paper_has_no_columns_of_it():
         "| --- | ---: | --- | ---: | ---: |",
         "| PIQA | 0 | acc_norm | 4 | 50.00 ± 10.00 |",
         "",
-        "- Only the first 4 items of each task: not to be compared with the paper.",
+        "- Only 4 items of each task: not to be compared with the paper.",
     ]
 
 

@@ -34,6 +34,11 @@ RECORD = {
                 "options": ["They ran", "They sat", "They sang", "They ate"],
             },
             {
+                "question": "They met at _  .",
+                "answer": "C",
+                "options": ["sea", "work", "home", "noon"],
+            },
+            {
                 "question": "Bob met  _  .",
                 "answer": "A",
                 "options": ["Ann", "Eve", "Fay", "Gwen"],
@@ -48,10 +53,13 @@ They ate.
  _  .Bob
 Question: What did they do?
 Answer: They ate
+Question: They met at _  .
+Answer: home
 Bob met  _  ."""
 
 
 def test_of_an_earlier_blank_only_the_last_five_characters_stay():
+    """A blank has two spaces before it; with one a question is a question."""
     assert race_prompts.prompt(RECORD) == PROMPT
     assert race_prompts.options(RECORD) == ["Ann", "Eve", "Fay", "Gwen"]
     assert race_prompts.answer(RECORD) == 0

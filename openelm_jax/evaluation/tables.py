@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from openelm_jax.errors import UserError
@@ -54,7 +54,7 @@ def markdown(model: str, suite: str | None, results: Results, row: PaperRow | No
         lines.append(cells + _beside(value.value * value.scale, _figure(row, value.task.name)))
         if row is None:
             lines[-1] = cells
-    theirs = {} if row is None else _averages(row, suite)
+    theirs = {} if row is None else _averages(row, suite, _names(results))
     for name, average in results.averages.items():
         cells = [name, "", "", "", _number(average, _average_error(results, name))]
         lines.append(cells + ([] if row is None else _beside(average, theirs.get(name))))
@@ -76,7 +76,7 @@ def all_rows(model: str, suite: str, results: Results, rows: Sequence[PaperRow])
         + [_cell(results.averages[name]) for name in names],
     ]
     for row in rows:
-        theirs = _averages(row, suite)
+        theirs = _averages(row, suite, ours)
         figures = [_figure(row, task.name) for task in tasks]
         lines.append(
             [title(row), *map(_cell, figures), *(_cell(theirs.get(name)) for name in names)]
@@ -112,7 +112,7 @@ def to_json(
         found["paper"] = {
             "model": title(row),
             "source": row.source,
-            "averages": _averages(row, suite),
+            "averages": _averages(row, suite, _names(results)),
         }
     return found
 
@@ -125,12 +125,20 @@ def _figure(row: PaperRow | None, task: str) -> float | None:
     return None if row is None else row.values.get(task)
 
 
-def _averages(row: PaperRow, suite: str | None) -> dict[str, float]:
-    """Return the paper's average, and the one without SciQ if its figures are all known."""
+def _names(results: Results) -> set[str]:
+    return {value.task.name for value in results.values}
+
+
+def _averages(row: PaperRow, suite: str | None, ours: Collection[str]) -> dict[str, float]:
+    """Return the paper's averages over the tasks that we have, where it has figures of them all.
+
+    Its own average is that of a whole suite.
+    """
     tasks = TABLES.get(suite or "", ())
-    known = {task: row.values[task.name] for task in tasks if task.name in row.values}
-    found = averages(known) if tasks and len(known) == len(tasks) else {}
-    return found | {"average": row.average}
+    some = [task for task in tasks if task.name in ours]
+    known = {task: row.values[task.name] for task in some if task.name in row.values}
+    found = averages(known) if some and len(known) == len(some) else {}
+    return found if len(some) < len(tasks) else found | {"average": row.average}
 
 
 def _with_error(value: Value) -> str:
@@ -165,9 +173,7 @@ def _average_error(results: Results, name: str) -> float | None:
 def _notes(results: Results, row: PaperRow | None) -> list[str]:
     notes = []
     if results.limit is not None:
-        notes.append(
-            f"Only the first {results.limit} items of each task: not to be compared with the paper."
-        )
+        notes.append(f"Only {results.limit} items of each task: not to be compared with the paper.")
     if any(value.metric == "pct_stereotype" for value in results.values):
         notes.append("CrowS-Pairs: less is better, unlike the rest.")
     notes += [f"{_label(value)}: {note}." for value in results.values for note in value.notes]
