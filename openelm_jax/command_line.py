@@ -22,6 +22,7 @@ from openelm_jax.experiment_file import experiment_names, load_experiment
 VERBS = {
     "train": "pre-train, or continue where a run stopped",
     "generate": "text from a checkpoint",
+    "sample_pairs": "preference pairs of a model's own answers, by rejection sampling",
     "evaluate": "the paper's suites, or any task of lm-evaluation-harness",
     "export": "weights for PyTorch, Hugging Face, MLX, llama.cpp, CoreNet",
     "average": "the mean of a run's last checkpoints",
