@@ -12,6 +12,7 @@ from openelm_jax.errors import UserError
 from openelm_jax.parallel.mesh import (
     MeshShape,
     arranged,
+    check_adapters,
     check_context,
     check_rows,
     granules_of,
@@ -83,6 +84,12 @@ def test_tokens_that_cannot_be_shared_out_are_refused_with_a_number_that_can():
     check_context(MeshShape(context=4), 2048)
     with pytest.raises(UserError, match="use 2, or a length"):
         check_context(MeshShape(context=3), 2048)
+
+
+def test_adapters_are_refused_where_columns_are_divided() -> None:
+    check_adapters(MeshShape(replica=2, fsdp=2, context=2))
+    with pytest.raises(UserError, match=r"mesh\.tensor is 2: adapters .* set mesh\.tensor to 1"):
+        check_adapters(MeshShape(tensor=2))
 
 
 def test_slices_are_counted():

@@ -19,6 +19,7 @@ import numpy as np
 from openelm_jax.config import ModelConfig
 from openelm_jax.model.attention import Attend, CausalAttend
 from openelm_jax.model.decoder import Collectives, add_rows
+from openelm_jax.model.matrix import FORMS
 from openelm_jax.parallel.attention import over_context
 from openelm_jax.parallel.mesh import MeshShape
 from openelm_jax.parallel.reduce_scatter import reduce_scatter
@@ -38,6 +39,8 @@ def make_collectives(layout: Layout) -> Collectives:
     }
 
     def gather(weight: Array, path: str, dtype: Any) -> Array:
+        if isinstance(weight, FORMS):  # of few bits, beside adapters: whole on every device
+            return weight
         return gather_weight(weight, placements[path], mesh, dtype)
 
     def embed(table: Array, tokens_BT: Array, dtype: Any) -> Array:

@@ -91,6 +91,15 @@ def check_context(shape: MeshShape, context_length: int) -> None:
         )
 
 
+def check_adapters(shape: MeshShape) -> None:
+    """Raise UserError where the columns of a layer are divided: adapters lie whole everywhere."""
+    if shape.tensor > 1:
+        raise UserError(
+            f"mesh.tensor is {shape.tensor}: adapters are trained beside whole columns only; set "
+            "mesh.tensor to 1, and let mesh.fsdp share the weights."
+        )
+
+
 def granules_of(devices: Sequence[Any]) -> int:
     """Return in how many slices (TPU) or nodes (GPU) the devices are."""
     return len(set(map(_granule, devices)))

@@ -125,11 +125,15 @@ def path_of_leaf(path: tuple[Any, ...]) -> str:
 
 
 def state_specs(layout: Layout, tree: Any) -> Any:
-    """Return the PartitionSpec of each leaf: a parameter's, or its moment's; all else is whole."""
+    """Return the PartitionSpec of each leaf: a parameter's, or its moment's; all else is whole.
+
+    So are the parts of matrices of few bits, and adapters.
+    """
 
     def spec(path: tuple[Any, ...], _: Any) -> PartitionSpec:
         placement = layout.placements.get(path_of_leaf(path))
-        return PartitionSpec() if placement is None else placement.spec
+        is_part = bool(path) and not isinstance(path[-1], jax.tree_util.DictKey)
+        return PartitionSpec() if placement is None or is_part else placement.spec
 
     return jax.tree_util.tree_map_with_path(spec, tree)
 
