@@ -90,8 +90,8 @@ def test_arc_and_openbookqa_get_letters(tmp_path):
     assert rows(tmp_path, "allenai/openbookqa", "main", "test") == [
         {"question_stem": "Which?", "choices": choices, "answerKey": "E"}
     ]
-    folder = find_set(tmp_path, "allenai/ai2_arc", "arc_challenge").folder
-    assert splits_of(folder, "ARC-Challenge", "arc_challenge", "allenai/ai2_arc") == {"test"}
+    found = find_set(tmp_path, "allenai/ai2_arc", "arc_challenge")
+    assert splits_of(found, "ARC-Challenge", "arc_challenge", "allenai/ai2_arc") == {"test"}
 
 
 def test_winogrande_and_social_iqa_count_answers_from_one(tmp_path):

@@ -275,6 +275,19 @@ def test_without_a_hub_and_a_copy_the_sentence_says_what_to_give(tmp_path, monke
         run(model(PrefersShort()), parse_tasks("sciq"))
 
 
+def test_copies_of_the_same_name_and_configuration_are_not_taken_for_one(tmp_path):
+    """As the library's own cache would take them."""
+    race = {"article": "They met.", "problems": str([{"question": "Who?", "answer": "A"}])}
+    race["problems"] = race["problems"].replace("}", ", 'options': ['no', 'a b', 'c d', 'e f']}")
+    for name, count in (("first", 1), ("second", 3)):
+        write_set(tmp_path / name, "EleutherAI/race", "high", {"test": [race] * count})
+        (value,) = run(model(PrefersShort()), parse_tasks("race"), data=tmp_path / name).values
+        assert value.items == count
+    write_set(tmp_path / "second", "EleutherAI/race", "high", {"test": [race] * 2})
+    (value,) = run(model(PrefersShort()), parse_tasks("race"), data=tmp_path / "second").values
+    assert value.items == 2
+
+
 def test_other_copies_do_not_stay_after_a_run(tmp_path):
     for name, correct in (("first", [True]), ("second", [False])):
         write_sciq(tmp_path / name, correct)

@@ -196,7 +196,7 @@ def _figures(
 def _gather(
     tasks: Sequence[str], data: Path | None, shots: int | None, limit: int
 ) -> list[TaskRequests]:
-    """Return the requests that the harness makes of each task; raises UserError without its data."""
+    """Return the harness' requests of each task; raises UserError where its data is missing."""
     with process(
         serve_requests,
         data,

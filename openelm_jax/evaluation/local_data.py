@@ -52,6 +52,19 @@ class Found:
     source: Path
     note: str = ""
 
+    @property
+    def cache(self) -> Path:
+        """Where `datasets` may keep what it makes of the folder.
+
+        Its own cache takes two folders of the same name, with the same configuration, for one.
+        """
+        digest = hashlib.sha256(str(self.folder).encode())
+        for path in sorted(self.folder.rglob("*")):
+            if path.is_file():
+                status = path.stat()
+                digest.update(f"{path} {status.st_size} {status.st_mtime_ns}".encode())
+        return cache_folder() / "arrow" / digest.hexdigest()[:24]
+
 
 def find_set(data: Path, dataset: str, task: str) -> Found:
     """Return the local copy of the Hub's set `dataset`; UserError names what was looked for."""
@@ -76,10 +89,11 @@ def find_set(data: Path, dataset: str, task: str) -> Found:
     )
 
 
-def splits_of(folder: Path, part: str | None, task: str, dataset: str) -> set[str]:
+def splits_of(found: Found, part: str | None, task: str, dataset: str) -> set[str]:
     """Return the splits of one configuration of a set; UserError if the folder has it not."""
     import datasets
 
+    folder = found.folder
     try:
         known = datasets.get_dataset_config_names(str(folder))
         if part is not None and part not in known:
@@ -87,7 +101,8 @@ def splits_of(folder: Path, part: str | None, task: str, dataset: str) -> set[st
                 f"{task} reads the configuration {part} of {dataset}, and {folder} has "
                 f"{', '.join(known)}: add it to the folder and its README.md."
             )
-        return set(datasets.get_dataset_split_names(str(folder), part))
+        names = datasets.get_dataset_split_names(str(folder), part, cache_dir=str(found.cache))
+        return set(names)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as fault:
         reason = " ".join(str(fault).split())[:300]
         raise UserError(f"{folder} holds no data of {task} that can be read ({reason}).") from fault

@@ -286,14 +286,15 @@ def _local(
     """Return what is to be changed in a task's configuration, and what is to be said of it."""
     dataset, part = config["dataset_path"], config.get("dataset_name")
     found = find_set(data, dataset, name)
-    there = splits_of(found.folder, part, name, dataset)
+    there = splits_of(found, part, name, dataset)
     scored = config.get("test_split") or config.get("validation_split")
     if scored not in there:
         raise UserError(
             f"{name} is scored on the split {scored} of {dataset}, and {found.source} has "
             f"{', '.join(sorted(there))}: add it."
         )
-    changes: dict[str, Any] = {"dataset_path": str(found.folder)}
+    kept = (config.get("dataset_kwargs") or {}) | {"cache_dir": str(found.cache)}
+    changes: dict[str, Any] = {"dataset_path": str(found.folder), "dataset_kwargs": kept}
     splits = ("training_split", "validation_split", "fewshot_split")
     lacking = [key for key in splits if config.get(key) and config[key] not in there]
     changes |= dict.fromkeys(lacking)
