@@ -17,7 +17,8 @@ from small_models import random_params, tiny
 
 from openelm_jax.data.preferences import Pair, PairRows, pair_rows
 from openelm_jax.errors import UserError
-from openelm_jax.model.decoder import Decoder
+from openelm_jax.model.adapters import AdapterShape
+from openelm_jax.model.decoder import Decoder, init_adapters
 from openelm_jax.training.preference_loss import (
     PreferenceObjective,
     completion_log_probs,
@@ -145,6 +146,25 @@ def test_rows_in_a_batch_are_as_likely_as_each_alone(chunk: int) -> None:
     expected = plain(config, params, ROWS)
     assert np.abs(expected).max() > 5
     np.testing.assert_allclose(ours(params), expected, rtol=0, atol=1e-5)
+
+
+def test_with_adapters_the_parameters_alone_are_the_reference() -> None:
+    """They begin as nothing, so the margin is 0; what is learned goes into them alone."""
+    config = tiny(num_layers=1)
+    params = random_params(config)
+    adapters = (("layers_0/attention/qkv", AdapterShape(rank=2, alpha=4.0)),)
+    decoder = Decoder(config, adapters=adapters)
+    begun = init_adapters(config, adapters, params, seed=0)
+    reference_B = jax.jit(lambda: completion_log_probs(Decoder(config), params, ROWS))()
+
+    def loss(adapters):
+        policy_B = completion_log_probs(decoder, params, ROWS, adapters=adapters)
+        objective = PreferenceObjective("sigmoid", 0.1)
+        return preference_loss(objective, policy_B, reference_B, ROWS.length_B - ROWS.prompt_B)[0]
+
+    value, gradient = jax.jit(jax.value_and_grad(loss))(begun)
+    assert value == pytest.approx(math.log(2), abs=1e-6)
+    assert max(np.abs(leaf).max() for leaf in jax.tree.leaves(gradient)) > 1e-3
 
 
 N, D, V = 23, 5, 11

@@ -108,12 +108,16 @@ def completion_log_probs(
     rows: PairRows,
     chunk: int | None = None,
     sharding: HeadSharding = WHOLE,
+    adapters: Params | None = None,
 ) -> jax.Array:
     """Return the log-probability of each row's answer, float32 [B], summed over its tokens.
 
-    Logits exist for `chunk` tokens at a time, also for the gradient.
+    Logits exist for `chunk` tokens at a time, also for the gradient. `adapters` are those that the
+    decoder was made with, and drop nothing; without them, from a decoder that has none, the same
+    parameters are the reference.
     """
-    hidden_BTD, _ = decoder.apply({"params": params}, rows.tokens_BL[:, :-1], method="hidden")
+    variables = {"params": params} | ({} if adapters is None else {"adapters": adapters})
+    hidden_BTD, _ = decoder.apply(variables, rows.tokens_BL[:, :-1], method="hidden")
     head_VD = head_of(decoder.config, params)
     chunk = chunk or loss_chunk_size(decoder.config, rows.tokens_BL[:, 1:].size)
     return answer_log_probs(hidden_BTD, head_VD, rows, chunk, sharding)
