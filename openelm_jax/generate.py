@@ -158,6 +158,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if not arguments.prompt and not arguments.prompt_file:
         parser.error("give --prompt TEXT or --prompt-file FILE")
+    if arguments.max_tokens < 1:
+        parser.error("--max-tokens: give a number of new tokens, 1 or more")
     if arguments.no_system and not arguments.chat:
         parser.error("--no-system is for --chat")
     return arguments

@@ -21,10 +21,11 @@ from openelm_jax import generate as verb
 from openelm_jax.config import ModelConfig
 from openelm_jax.errors import UserError
 from openelm_jax.generation import engine
-from openelm_jax.generation.language_model import language_model
+from openelm_jax.generation.language_model import language_model, read_model
 from openelm_jax.generation.sampling import Request, Sampling, choose
 from openelm_jax.model.decoder import Decoder, init_params
 from openelm_jax.tokenizer import train_tokenizer
+from openelm_jax.weights.load import open_weights
 
 CONFIG = ModelConfig(
     num_layers=2,
@@ -466,6 +467,22 @@ def test_generate_needs_a_prompt(capsys):
         verb.main(["--from", "anywhere"])
     assert exit_.value.code == 2
     assert "--prompt TEXT or --prompt-file FILE" in capsys.readouterr().err
+
+
+def test_no_new_tokens_are_refused_before_the_weights_are_read(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        verb.main(["--from", "nowhere", "--prompt", "the", "--max-tokens", "0"])
+    assert exit_.value.code == 2
+    assert "--max-tokens: give a number of new tokens, 1 or more" in capsys.readouterr().err
+
+
+def test_a_tensor_axis_that_divides_no_matrix_is_refused(directory):
+    mesh = jax.sharding.AbstractMesh((1, 3), ("replica", "tensor"))
+    with (
+        open_weights(directory) as stored,
+        pytest.raises(UserError, match=r"mesh tensor 3 does not divide the width \d+ of"),
+    ):
+        read_model(stored, mesh=mesh)
 
 
 def test_generate_refuses_a_file_of_no_prompts(tmp_path):

@@ -72,9 +72,18 @@ def read_model(
     quantize: Bits | None = None,
     mesh: Mesh | None = None,
 ) -> LanguageModel:
-    """Return the model of opened weights, on the devices of `mesh`; otherwise as `load` does it."""
+    """Return the model of opened weights, on the devices of `mesh`; otherwise as `load` does it.
+
+    Raises UserError for a tensor axis that does not divide the model's width.
+    """
     if dtype is None:
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    tensor, width = 1 if mesh is None else mesh.shape["tensor"], stored.config.model_dim
+    if width % tensor:
+        raise UserError(
+            f"mesh tensor {tensor} does not divide the width {width} of {stored.source}, along "
+            "which matrices are divided: take a power of two, or divide rows with replica."
+        )
     params: Params = {}
     for weight in named_weights(stored.config):
         matrix = placed(weight.path, stored.read(weight.path), dtype, quantize)
