@@ -128,7 +128,7 @@ def test_what_renders_to_nothing_is_refused() -> None:
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("chat")
     tokenizer = train_tokenizer(["the state of the union is strong " * 20], 280, folder / "t.model")
-    config = tiny(vocab_size=280, num_layers=2)
+    config = tiny(vocab_size=280, num_layers=1)
     write_huggingface(folder / "hf", config, random_params(config), tokenizer=tokenizer)
     return folder / "hf"
 
@@ -148,10 +148,10 @@ def test_generate_chat_asks_with_a_user_s_turn(
     how = "--temperature 0.8 --top-p 1 --seed 1"
 
     printed = []
-    for more in ("", "--stream", "--prompt-lookup 3"):
+    for more in ("",) if flags else ("", "--stream", "--prompt-lookup 3"):
         verb.main([*f"{line} {how} {more}".split(), *flags])
         printed.append(capsys.readouterr().out)
-    assert printed == [f"a\n{expected[0]}\n\nb\n{expected[1]}\n"] * 3
+    assert printed == [f"a\n{expected[0]}\n\nb\n{expected[1]}\n"] * len(printed)
 
     verb.main([*f"{line} {how} --json".split(), *flags])
     rows = [json.loads(row) for row in capsys.readouterr().out.splitlines()]
@@ -162,11 +162,3 @@ def test_no_system_is_for_chat(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         verb.main(["--from", "x", "--prompt", "a", "--no-system"])
     assert "--no-system is for --chat" in capsys.readouterr().err
-
-
-def test_prompts_of_ids_are_numbered_on_from_the_row_that_is_given(directory: Path) -> None:
-    model = load(directory)
-    warm = Sampling(temperature=1.0, seed=3)
-    both = model.complete([[1, 5], [1, 5]], 8, warm)
-    assert both[0] != both[1]
-    assert model.complete([[1, 5]], 8, warm, row=1) == [both[1]]

@@ -187,7 +187,7 @@ def test_candidates_then_scores_then_pairs(
     prompts.write_text("the state\nof the union\n")
     sample = (
         f"--from {directory} --prompts {prompts} --chat --num-candidates 6 --max-tokens 6 "
-        f"--out {candidates}"
+        f"--batch-size 6 --out {candidates}"
     )
     verb.main(sample.split())
     captured = capsys.readouterr()
