@@ -323,7 +323,6 @@ def test_settings_without_a_meaning_are_refused(settings, message):
 
 def test_more_likely_tokens_than_there_are_cut_nothing():
     free = continue_prompts(PROMPTS, WARM)
-
     assert continue_prompts(PROMPTS, dataclasses.replace(WARM, top_k=320)) == free
     assert continue_prompts(PROMPTS, dataclasses.replace(WARM, top_k=2**40)) == free
 
@@ -449,9 +448,7 @@ def test_generate_prints_each_prompt_with_its_continuation(directory, model, cap
 def test_generate_json_has_one_object_a_prompt(directory, tmp_path, capsys, model):
     file = tmp_path / "prompts.txt"
     file.write_text("the a\n\nare\u2028bj\r\n", encoding="utf-8")  # a line, not two
-
     verb.main(["--from", directory, "--prompt-file", str(file), "--json", "--max-tokens", "40"])
-
     lines = [json.loads(line) for line in capsys.readouterr().out.rstrip("\n").split("\n")]
     completions = model.complete(
         ["the a", "are\u2028bj"], 40, Sampling(temperature=0.8, top_p=0.95, seed=0)
