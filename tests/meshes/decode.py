@@ -40,7 +40,7 @@ def on(
     params: Params = {}
     for weight in named_weights(config):
         matrix = placed(weight.path, at(host, weight.path), "float32", quantize)
-        put(params, weight.path, divided(weight.path, matrix, mesh))
+        put(params, weight.path, divided(weight.path, matrix, mesh) if mesh else matrix)
     return params
 
 
