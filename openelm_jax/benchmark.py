@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from openelm_jax.command_line import command_parser, parse, run
@@ -69,7 +69,7 @@ SUBJECTS = {
     ),
 }
 DATA_PARTS = ("encode", "workers", "restore", "memory", "mixture")
-TRAIN_PARTS = ("step", "loop")
+TRAIN_PARTS = ("step", "loop", "text", "program")
 ACCELERATOR_PARTS = ("kernels", "decode", "norms", "train")
 DTYPES = ("float32", "bfloat16")
 BACKENDS = ("jax", "torch", "mlx")
@@ -252,7 +252,7 @@ def _add_data_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_train_flags(parser: argparse.ArgumentParser) -> None:
-    _add_choice(parser, "--part", TRAIN_PARTS)
+    _add_choice(parser, "--part", TRAIN_PARTS, [part for part in TRAIN_PARTS if part != "text"])
     _add_choice(parser, "--dtype", DTYPES)
     _add_seconds(parser, "about so long a part and compute type, after compiling")
 
@@ -375,9 +375,18 @@ def _add_seconds(parser: argparse.ArgumentParser, meaning: str) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
-def _add_choice(parser: argparse.ArgumentParser, flag: str, known: tuple[str, ...]) -> None:
+def _add_choice(
+    parser: argparse.ArgumentParser,
+    flag: str,
+    known: tuple[str, ...],
+    default: Sequence[str] | None = None,
+) -> None:
     parser.add_argument(
-        flag, type=_some_of(flag, known), default=known, metavar="A,B", help=",".join(known)
+        flag,
+        type=_some_of(flag, known),
+        default=known if default is None else default,
+        metavar="A,B",
+        help=",".join(known) + ("" if default is None else f" ({','.join(default)})"),
     )
 
 

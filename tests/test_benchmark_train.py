@@ -24,6 +24,7 @@ from openelm_jax.benchmarks.accelerator_parts import check_kernels, largest_batc
 from openelm_jax.config import Experiment
 from openelm_jax.errors import UserError
 from openelm_jax.experiment_file import load_experiment
+from openelm_jax.model.scaling import flops_per_token, parameter_count
 from openelm_jax.parallel.memory import device_bytes
 from openelm_jax.parallel.mesh import MeshShape
 from openelm_jax.parallel.sharding import make_layout
@@ -67,8 +68,9 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> dict[Any, float]:
     known: dict[Any, float] = {}
 
     @contextlib.contextmanager
-    def process(serve, *arguments) -> Iterator[Any]:
-        side = arguments[0] if len(arguments) > 1 else "loop"
+    def process(serve, *arguments, environment=None) -> Iterator[Any]:
+        named = isinstance(arguments[0], str)
+        side = arguments[0] if named else serve.__name__.removeprefix("_serve_")
         yield lambda question: known[side, question]
 
     monkeypatch.setattr(training, "_side", process)
@@ -122,6 +124,44 @@ def test_the_loops_overhead_is_what_it_adds_to_the_bare_step(
     assert figures["overhead_float32"]["most"] == 2
 
 
+def test_text_is_compared_with_rows_at_hand(answers: dict, tmp_path: Path, capsys) -> None:
+    answers |= {("text", "text"): 0.5, ("text", "rows"): 0.45}
+    experiment = small_experiment(write_corpus(tmp_path).parent)
+    text, ratio = training.measure_text(experiment, 0)
+    assert text.value == 4 * 32 / 0.5
+    assert (ratio.value, ratio.least, ratio.is_reached) == (0.9, 0.98, False)
+
+
+def test_text_that_is_not_there_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    experiment = small_experiment(write_corpus(tmp_path).parent)
+    elsewhere = dataclasses.replace(experiment.data, root=str(tmp_path / "nowhere"))
+    with pytest.raises(UserError, match="is not a folder"):
+        training.measure_text(dataclasses.replace(experiment, data=elsewhere), 0)
+    with pytest.raises(UserError, match=r"--exp 270m has no tokenizer: give .*--tokenizer.path"):
+        training.measure_text(load_experiment("270m"), 0)
+
+
+def test_the_program_says_how_long_it_compiles_and_what_it_needs(answers: dict) -> None:
+    answers |= {("program", "program"): (4.5, 3 * GIB)}
+    found = {f.name: f.value for f in training.measure_program(load_experiment("tiny"), 0)}
+    assert found == {"compile_float32": 4.5, "memory_float32": 3.0}
+
+
+def test_flops_are_the_models_and_mfu_is_left_out_where_no_peak_is_known(
+    answers: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experiment = load_experiment("tiny")
+    answers |= {("ours", "loss"): 8.3, ("torch", "loss"): 8.3, ("torch", 2): 1.0, ("ours", 2): 0.5}
+    figures = {f.name: f.value for f in training.measure_steps(experiment, 0)}
+    a_token = 3 * flops_per_token(experiment.model)
+    assert figures["tflops_float32"] == pytest.approx(1024 / 0.5 * a_token / 1e12)
+    assert "mfu_float32" not in figures
+
+    monkeypatch.setattr(training, "peak_flops", lambda device: 1e12)
+    figures = {f.name: f.value for f in training.measure_steps(experiment, 0)}
+    assert figures["mfu_float32"] == pytest.approx(figures["tflops_float32"])
+
+
 def test_without_pytorch_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install 'openelm_jax\[torch\]'"):
@@ -129,14 +169,22 @@ def test_without_pytorch_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.heavy
-def test_both_parts_run_in_processes_of_their_own(
+def test_all_parts_run_in_processes_of_their_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("torch")
-    figures = run(capsys, "--model.num-layers", "1", "--dtype", "float32")
+    parts = ("--part", "step,loop,text,program")
+    figures = run(capsys, "--model.num-layers", "1", "--dtype", "float32", *parts)
     assert figures["rate_float32_ours"]["low"] > 0
     assert figures["rate_float32_torch"]["low"] > 0
     assert figures["overhead_float32"]["repetitions"] >= 5
+    assert figures["text_to_rows_float32"]["low"] > 0
+    assert figures["compile_float32"]["value"] > 0.1
+    # Parameters and two moments in float32 at least, and not the square of them.
+    parameters = 12 * parameter_count(
+        dataclasses.replace(load_experiment("tiny").model, num_layers=1)
+    )
+    assert parameters < figures["memory_float32"]["value"] * GIB < 20 * parameters
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""Our training step beside PyTorch's, and our loop beside our bare step: `benchmark train`.
+"""Our training step beside PyTorch's, our loop beside our bare step and on an experiment's own text
+beside rows at hand, and what the step takes to compile and to run: `benchmark train`.
 
 Each side is a process of its own, with the same initial weights, tokens, optimiser and number of
 threads. They take turns of a few steps, never at the same time, and each turn begins with a step
@@ -10,22 +11,31 @@ Legend: B batch, L = T + 1 tokens of a row, T time, V vocab.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import itertools
+import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from openelm_jax.benchmarks.processes import Ask, process, questions
+from openelm_jax.benchmarks.processes import ON_THE_CPU, Ask, process, questions
 from openelm_jax.benchmarks.report import Figure, median_figure
 from openelm_jax.config import DType, Experiment
 from openelm_jax.errors import UserError
-from openelm_jax.model.scaling import parameter_count
+from openelm_jax.model.scaling import flops_per_token, parameter_count
+from openelm_jax.parallel.devices import peak_flops
+from openelm_jax.training.metrics import speed_figures
+
+if TYPE_CHECKING:
+    from openelm_jax.data.pipeline import DataIterator
+    from openelm_jax.tokenizer import Tokenizer
 
 TURN_STEPS = 2
 LOOP_STEPS = 8
@@ -42,7 +52,12 @@ def measure_training(
 
     Raises UserError without PyTorch, for the part that needs it.
     """
-    measures = {"step": measure_steps, "loop": measure_loop}
+    measures = {
+        "step": measure_steps,
+        "loop": measure_loop,
+        "text": measure_text,
+        "program": measure_program,
+    }
     return [
         figure
         for part in parts
@@ -87,6 +102,7 @@ def measure_steps(experiment: Experiment, seconds: float) -> list[Figure]:
             )
             for side, (name, words) in enumerate((("ours", "ours"), ("torch", "PyTorch eager")))
         ),
+        *_flops_figures(experiment, [tokens_per_step / pair[0] for pair in pairs]),
     ]
 
 
@@ -103,6 +119,94 @@ def measure_loop(experiment: Experiment, seconds: float) -> list[Figure]:
             f"that loop and feed add to the bare step, {experiment.training.dtype}",
             most=2,
         )
+    ]
+
+
+def measure_text(experiment: Experiment, seconds: float) -> list[Figure]:
+    """Compare the loop on the experiment's own text, read and tokenised as it goes, with rows that
+    are at hand; UserError where text or tokenizer are missing."""
+    from openelm_jax.training.run_directory import TOKENIZER, open_tokenizer
+
+    if not (experiment.tokenizer.path or experiment.tokenizer.vocab_size):
+        raise UserError(
+            f"--exp {experiment.name} has no tokenizer: give a SentencePiece model with "
+            "--tokenizer.path FILE."
+        )
+    with tempfile.TemporaryDirectory() as directory:
+        tokenizer, _ = open_tokenizer(Path(directory), experiment)
+        _open(experiment, tokenizer).close()  # what is missing shows here
+        path = Path(directory, TOKENIZER)
+        with _side(_serve_text, experiment, path) as turn:
+            pairs = _alternate(lambda: turn("text"), lambda: turn("rows"), seconds)
+    dtype, training = experiment.training.dtype, experiment.training
+    tokens_per_step = training.global_batch_size * experiment.model.context_length
+    return [
+        median_figure(
+            "text",
+            f"text_{dtype}",
+            [tokens_per_step / text for text, _ in pairs],
+            "tokens/s",
+            f"{dtype}, of the experiment's own text",
+        ),
+        median_figure(
+            "text",
+            f"text_to_rows_{dtype}",
+            [rows / text for text, rows in pairs],
+            "x",
+            f"of the speed with rows at hand, {dtype}",
+            least=0.98,
+        ),
+    ]
+
+
+def measure_program(experiment: Experiment, seconds: float) -> list[Figure]:
+    """Return the seconds that the step takes to compile, with no cache, and the memory it needs."""
+    with (
+        tempfile.TemporaryDirectory() as cache,
+        _side(_serve_program, experiment, environment={"JAX_COMPILATION_CACHE_DIR": cache}) as ask,
+    ):
+        compile_seconds, needed = ask("program")
+    dtype = experiment.training.dtype
+    return [
+        Figure(
+            part="program",
+            name=f"compile_{dtype}",
+            value=compile_seconds,
+            unit="s",
+            meaning=f"to trace and compile the step, {dtype}, nothing cached",
+        ),
+        Figure(
+            part="program",
+            name=f"memory_{dtype}",
+            value=needed / 2**30,
+            unit="GiB",
+            meaning=f"of a device at most, state and batch included, {dtype} (XLA's count)",
+        ),
+    ]
+
+
+def _flops_figures(experiment: Experiment, rates: list[float]) -> list[Figure]:
+    """Return FLOPs a second at rates of tokens a second, and MFU where this device's peak is known.
+
+    FLOPs are the model's, as train logs them.
+    """
+    import jax
+
+    dtype, device = experiment.training.dtype, jax.devices()[0].device_kind
+    speeds = [
+        speed_figures(rate, 3 * flops_per_token(experiment.model), 1, peak_flops(device))
+        for rate in rates
+    ]
+    known = {
+        "speed/tflops_per_device": ("tflops", "TFLOP/s", "of the model, forward and backward"),
+        "speed/mfu": ("mfu", "", "share of the device's bfloat16 peak"),
+    }
+    return [
+        median_figure(
+            "step", f"{name}_{dtype}", [speed[key] for speed in speeds], unit, f"{dtype}, {words}"
+        )
+        for key, (name, unit, words) in known.items()
+        if key in speeds[0]
     ]
 
 
@@ -139,11 +243,14 @@ def _rows(experiment: Experiment) -> Iterator[np.ndarray]:
         yield random.integers(0, experiment.model.vocab_size, shape, dtype=np.int32)
 
 
-def _side(serve: Callable[..., None], *arguments: Any) -> AbstractContextManager[Ask]:
+def _side(
+    serve: Callable[..., None], *arguments: Any, environment: Mapping[str, str] | None = None
+) -> AbstractContextManager[Ask]:
     return process(
         serve,
         *arguments,
         benchmark="benchmark train",
+        environment={**ON_THE_CPU, **(environment or {})},
         cure="if memory ran out, take fewer rows with --training.global-batch-size or tokens with "
         "--model.context-length",
     )
@@ -173,14 +280,10 @@ def _serve_loop(connection: Connection, experiment: Experiment) -> None:
     """Answer "loop" and "bare" with the seconds of a step in the one and by the other."""
     from openelm_jax.benchmarks.training_step import LEARNING_RATE, compiled_program
     from openelm_jax.training.feed import feed, to_batch
-    from openelm_jax.training.loop import Logged, train_loop
 
     program, step, state = compiled_program(experiment)
     mesh, rate = program.mesh, program.place_rate(LEARNING_RATE)
     rows = list(itertools.islice(_rows(experiment), LOOP_STEPS))
-
-    def log(logged: Logged) -> None:
-        float(logged.metrics.loss)
 
     def bare() -> float:
         nonlocal state
@@ -194,22 +297,84 @@ def _serve_loop(connection: Connection, experiment: Experiment) -> None:
     def loop() -> float:
         nonlocal state
         with feed(((row, None) for row in rows), experiment.data.prefetch, mesh=mesh) as batches:
-            begin = time.perf_counter()
-            state, _ = train_loop(
-                state,
-                train_step=step,
-                batches=batches,
-                learning_rate=lambda step: LEARNING_RATE,
-                start=0,
-                steps=len(rows),
-                log=log,
-                log_every=experiment.training.log_every,
-                save=lambda step, state, position: None,
-                save_every=len(rows),
-                place=program.place_rate,
-            )
-            return time.perf_counter() - begin
+            state, seconds = _looped(experiment, program, step, state, batches)
+        return seconds
 
     kinds = {"loop": loop, "bare": bare}
     for kind in questions(connection):
-        connection.send(kinds[kind]() / len(rows))
+        connection.send(kinds[kind]() / LOOP_STEPS)
+
+
+def _serve_text(connection: Connection, experiment: Experiment, tokenizer_file: Path) -> None:
+    """Answer "text" and "rows" with the seconds of a step of the loop on either."""
+    from openelm_jax.benchmarks.training_step import compiled_program
+    from openelm_jax.tokenizer import load_tokenizer
+    from openelm_jax.training.feed import feed
+
+    config = experiment.data
+    tokenizer = load_tokenizer(tokenizer_file, experiment.model.vocab_size)
+    bos_id = tokenizer.bos_id if config.isolate_documents else None
+    program, step, state = compiled_program(experiment, bos_id)
+    data = _open(experiment, tokenizer)
+    ahead, mesh = config.prefetch, program.mesh
+    at_hand = ((row, None) for row in _rows(experiment))
+    with (
+        contextlib.closing(data),
+        feed(data, ahead, mesh=mesh, pad_id=data.pad_id, bos_id=bos_id) as text,
+        feed(at_hand, ahead, mesh=mesh, bos_id=bos_id) as rows,
+    ):
+        sources = {"text": text, "rows": rows}
+        for kind in questions(connection):
+            # The first steps take what was made ahead while the other had its turn.
+            state, _ = _looped(experiment, program, step, state, sources[kind])
+            state, seconds = _looped(experiment, program, step, state, sources[kind])
+            connection.send(seconds / LOOP_STEPS)
+
+
+def _open(experiment: Experiment, tokenizer: Tokenizer) -> DataIterator:
+    from openelm_jax.data.pipeline import open_data
+
+    return open_data(
+        experiment.data,
+        tokenizer,
+        row_length=experiment.model.context_length + 1,
+        global_batch_size=experiment.training.global_batch_size,
+    )
+
+
+def _serve_program(connection: Connection, experiment: Experiment) -> None:
+    """Answer with the seconds that compiling takes, and the bytes that the program needs."""
+    from openelm_jax.benchmarks.training_step import compile_program
+    from openelm_jax.planning.ahead_of_time import memory_of
+
+    for _ in questions(connection):
+        _, compiled = compile_program(experiment)
+        assert compiled.cache == "miss"
+        memory = memory_of(compiled.function.memory_analysis())
+        kept = memory["argument_bytes"] + memory["output_bytes"] - memory["alias_bytes"]
+        connection.send((compiled.seconds, kept + memory["temporary_bytes"]))
+
+
+def _looped(experiment, program, step, state, batches) -> tuple[Any, float]:
+    """Return the state after a few steps of the trainer's loop, and the seconds they took."""
+    from openelm_jax.benchmarks.training_step import LEARNING_RATE
+    from openelm_jax.training.loop import Logged, train_loop
+
+    def log(logged: Logged) -> None:
+        float(logged.metrics.loss)
+
+    begin = time.perf_counter()
+    state, _ = train_loop(
+        state,
+        train_step=step,
+        batches=batches,
+        learning_rate=lambda step: LEARNING_RATE,
+        start=0,
+        steps=LOOP_STEPS,
+        log=log,
+        log_every=experiment.training.log_every,
+        save=lambda step, state, position: None,
+        save_every=LOOP_STEPS,
+        place=program.place_rate,
+    )
+    return state, time.perf_counter() - begin

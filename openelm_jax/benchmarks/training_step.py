@@ -15,7 +15,7 @@ from openelm_jax.benchmarks.report import num_cores
 from openelm_jax.config import Experiment
 from openelm_jax.model.decoder import init_params
 from openelm_jax.parallel.mesh import MeshShape, make_mesh
-from openelm_jax.training.compilation import compile_step, keep_compiled_code
+from openelm_jax.training.compilation import Compiled, compile_step, keep_compiled_code
 from openelm_jax.training.feed import to_batch
 from openelm_jax.training.program import Program, make_program
 from openelm_jax.training.state import TrainState
@@ -40,12 +40,21 @@ def our_step(experiment: Experiment) -> Step:
     return step
 
 
-def compiled_program(experiment: Experiment) -> tuple[Program, TrainStep, TrainState]:
+def compiled_program(
+    experiment: Experiment, bos_id: int | None = None
+) -> tuple[Program, TrainStep, TrainState]:
     """Return an experiment's program on one device, its compiled update, and the first state."""
+    program, compiled = compile_program(experiment, bos_id)
+    return program, compiled.function, program.new_state()
+
+
+def compile_program(experiment: Experiment, bos_id: int | None = None) -> tuple[Program, Compiled]:
+    """Return the same without a state, and how the update was compiled."""
     keep_compiled_code()
-    program = make_program(experiment, make_mesh(MeshShape(), jax.devices()[:1]))
+    mesh = make_mesh(MeshShape(), jax.devices()[:1])
+    program = make_program(experiment, mesh, bos_id=bos_id)
     like = (program.state_like(), program.batch_like(), program.rate_like())
-    return program, compile_step(program.train_step, *like).function, program.new_state()
+    return program, compile_step(program.train_step, *like)
 
 
 def torch_step(experiment: Experiment) -> Step:
