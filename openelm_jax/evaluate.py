@@ -15,8 +15,8 @@ from openelm_jax.xla_flags import set_flags
 
 if TYPE_CHECKING:
     from openelm_jax.config import ModelConfig
+    from openelm_jax.evaluation.paper_results import PaperRow
     from openelm_jax.evaluation.suites import OpenTask, Results, Task
-    from openelm_jax.evaluation.tables import PaperRow
     from openelm_jax.generation.language_model import LanguageModel
 
 SUITE_NAMES = ("zero-shot", "openllm", "llm360", "commonsense")
@@ -46,6 +46,8 @@ def main(argv: list[str]) -> None:
 
     join_processes(arguments.coordinator, arguments.processes, arguments.process, _say)
     with ending_alone():
+        if arguments.out and _is_first():
+            _require_folder(arguments.out)
         if arguments.text:
             _evaluate_texts(arguments)
         elif arguments.suite == "commonsense":
@@ -85,7 +87,8 @@ def _evaluate_commonsense(arguments: argparse.Namespace) -> None:
     from openelm_jax.evaluation.suites import COMMONSENSE
 
     rows = paper_rows("commonsense")
-    names = arguments.sets.split(",") if arguments.sets else [task.name for task in COMMONSENSE]
+    named = [name.strip() for name in (arguments.sets or "").split(",")]
+    names = [name for name in named if name] or [task.name for task in COMMONSENSE]
     sets = open_sets(arguments.data, names)
     model = _load(arguments)
     row = _row(rows, arguments.beside, model.config)
@@ -129,6 +132,9 @@ def _evaluate_run(arguments: argparse.Namespace, tasks: Sequence[Task]) -> None:
     require_matplotlib()
     run_directory, suite = arguments.run, arguments.suite
     steps = points_of(run_directory, arguments.average_last)
+    out = arguments.out or run_directory / "evaluation"
+    if _is_first():
+        _require_folder(out)
     opened = open_tasks(tasks, arguments.data)
     mesh = decoding_mesh(_replica(arguments), arguments.tensor)
     models = models_of(run_directory, steps, arguments.dtype, arguments.quantize, mesh)
@@ -138,9 +144,7 @@ def _evaluate_run(arguments: argparse.Namespace, tasks: Sequence[Task]) -> None:
         return
     found = curves_json(run_directory, suite, points)
     print(json.dumps(found) if arguments.json else curves_table(points))
-    written = write_curves(
-        arguments.out or run_directory / "evaluation", run_directory, suite, points
-    )
+    written = write_curves(out, run_directory, suite, points)
     _say(f"wrote {', '.join(map(str, written))}")
 
 
@@ -212,9 +216,16 @@ def _row(rows: Sequence[PaperRow], beside: str | None, config: ModelConfig) -> P
     return next((row for row in rows if row.model == name and row.kind in kinds), None)
 
 
-def _write(folder: Path, found: str, pages: str) -> None:
+def _require_folder(folder: Path) -> None:
+    """Make the folder before anything takes time; UserError where it cannot be."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
+    except OSError as fault:
+        raise UserError(f"--out {folder} cannot be made ({fault}); name another folder.") from None
+
+
+def _write(folder: Path, found: str, pages: str) -> None:
+    try:
         (folder / "results.json").write_text(found + "\n", encoding="utf-8")
         (folder / "results.md").write_text(pages + "\n", encoding="utf-8")
     except OSError as fault:

@@ -208,7 +208,7 @@ def test_the_command_prints_the_table_beside_table_6(weights, tmp_path, capsys):
     evaluate.main(
         [
             *command.split(),
-            *("--sets", "boolq,winogrande", "--limit", "4", "--out", str(out)),
+            *("--sets", "boolq, winogrande,", "--limit", "4", "--out", str(out)),
             *("--beside", "OpenELM-270M LoRA"),
         ]
     )

@@ -87,6 +87,11 @@ def test_a_table_without_the_paper_has_no_columns_of_it():
     ]
 
 
+def test_a_limit_that_cut_nothing_is_not_told():
+    few = Results((value(PIQA, 0.5, 0.1, "acc_norm", 4),), limit=99)
+    assert "Only" not in markdown("W", None, few, None)
+
+
 def test_all_models_of_a_suite_stand_below_ours():
     figures = dict.fromkeys((task.name for task in SUITES["zero-shot"]), 40.0) | {"sciq": 75.0}
     results = Results(
@@ -229,6 +234,13 @@ def test_a_command_that_cannot_be_meant_is_usage(line, message, capsys):
         evaluate.main(line.split())
     assert end.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_made_is_refused_before_the_weights_are_read(tmp_path):
+    (tmp_path / "file").write_text("")
+    out = tmp_path / "file" / "out"
+    with pytest.raises(UserError, match=r"--out .* cannot be made .*name another folder"):
+        evaluate.main(f"--from {tmp_path} --tasks piqa --out {out}".split())
 
 
 def test_a_wrong_task_is_refused_before_the_weights_are_read(tmp_path):

@@ -225,6 +225,26 @@ def test_sampling_is_what_a_task_asks_for():
     assert completes.calls[0][2].top_p == 0.9
 
 
+def test_whoever_asks_between_may_end_a_generation():
+    """After the second block of new tokens, long before the limit."""
+    asked = []
+
+    def between():
+        asked.append(True)
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+
+    config = tiny(num_layers=1, vocab_size=TOKENIZER.vocab_size, context_length=512)
+    weights = language_model(config, random_params(config), TOKENIZER, "float32")
+    model = harness.harness_model(weights, between=between)
+    with pytest.raises(KeyboardInterrupt):
+        model.generate_until(
+            instances("generate_until", ("A", {"until": [], "max_gen_toks": 400})),
+            disable_tqdm=True,
+        )
+    assert len(asked) == 2
+
+
 def test_a_model_that_only_scores_says_so(model):
     with pytest.raises(UserError, match="asks for generated text"):
         model.generate_until(instances("generate_until", ("A", {})))

@@ -196,7 +196,7 @@ def test_a_tag_is_each_of_its_tasks(tmp_path):
             {
                 "question": "Which?",
                 "choices": {"text": [SHORT, LONG], "label": ["A", "B"]},
-                "answerKey": "A",
+                "answerKey": "B",  # a nat a token is less a character for the long one
             }
         ] * 2
         write_set(tmp_path, "allenai/ai2_arc", part, {"test": rows})
@@ -205,6 +205,11 @@ def test_a_tag_is_each_of_its_tasks(tmp_path):
         "arc_challenge": 1.0,
         "arc_easy": 1.0,
     }
+    # Shown as when they are named themselves.
+    assert [(value.metric, value.label) for value in found.values] == [
+        ("acc_norm", "ARC-c"),
+        ("acc_norm", "ARC-e"),
+    ]
 
 
 @pytest.mark.heavy
@@ -267,6 +272,38 @@ def test_splits_and_configurations_that_are_not_there_are_named(tmp_path):
     write_set(tmp_path, "EleutherAI/race", "middle", {"test": sciq([True])})
     with pytest.raises(UserError, match=r"configuration high of EleutherAI/race.* has middle"):
         run(model(PrefersShort()), parse_tasks("race"), data=tmp_path)
+
+
+def test_all_that_is_missing_of_local_copies_is_named_at_once(tmp_path):
+    write_sciq(tmp_path, [True])
+    with pytest.raises(UserError) as refusal:
+        run(model(PrefersShort()), parse_tasks("boolq,sciq,race"), data=tmp_path)
+    sentence = str(refusal.value)
+    assert "no data of boolq (the Hub's aps/super_glue)" in sentence
+    assert "no data of race (the Hub's EleutherAI/race)" in sentence
+    assert "sciq" not in sentence
+    assert sentence.count(".; ") == 0
+    assert sentence.endswith(".")
+
+
+def test_a_task_that_a_group_has_too_would_count_twice():
+    with pytest.raises(UserError, match="arc_easy is asked with arc_easy and with ai2_arc"):
+        suites.open_tasks(parse_tasks("arc_easy,ai2_arc"))
+    with pytest.raises(UserError, match="mmlu_anatomy is asked with mmlu_stem and with mmlu_anat"):
+        suites.open_tasks(parse_tasks("mmlu_stem,mmlu_anatomy"))
+
+
+def test_a_configuration_that_copies_of_the_origin_lack_is_told_by_their_place(tmp_path):
+    rows = "sent_more,sent_less,stereo_antistereo,bias_type\nA,B,stereo,age\n"
+    (tmp_path / "crows_pairs").mkdir()
+    (tmp_path / "crows_pairs/crows_pairs_anonymized.csv").write_text(rows)
+    with pytest.raises(UserError) as refusal:
+        suites.open_tasks(parse_tasks("crows_pairs_french"), tmp_path)
+    assert str(refusal.value) == (
+        "crows_pairs_french reads the configuration french of jannalu/crows_pairs_multilingual, "
+        f"and {tmp_path}/crows_pairs has english: add it there, or give the Hub's folder "
+        "jannalu/crows_pairs_multilingual."
+    )
 
 
 def test_without_a_hub_and_a_copy_the_sentence_says_what_to_give(tmp_path, monkeypatch):

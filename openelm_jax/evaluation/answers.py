@@ -15,6 +15,8 @@ import numpy as np
 if TYPE_CHECKING:
     from openelm_jax.generation.language_model import LanguageModel
 
+SCORING = "1"
+"""Changes when the same model gives other answers."""
 LARGEST_SHARE = 1 << 24
 """Bytes that one process sends the others at a time."""
 
@@ -24,9 +26,8 @@ def cache_file(folder: Path, model: LanguageModel, lm: Any) -> Path:
 
     The name follows from weights, compute type, tokenizer, window and <s>.
     """
-    digest = hashlib.sha256(
-        f"{model.config} {model.dtype} {lm.tokenizer_name} {lm.max_length} {lm.add_bos}".encode()
-    )
+    how = (SCORING, model.config, model.dtype, lm.tokenizer_name, lm.max_length, lm.add_bos)
+    digest = hashlib.sha256(" ".join(map(str, how)).encode())
     for path, leaf in jax.tree_util.tree_leaves_with_path(model.params):
         array = np.asarray(leaf)
         digest.update(f"{jax.tree_util.keystr(path)} {array.dtype} {array.shape}".encode())

@@ -94,7 +94,7 @@ def evaluate_points(
     found = []
     for steps, model in zip(points, models, strict=True):
         point = Point(steps, find(model))
-        figures = [(_label(value), value.value * value.scale) for value in point.results.values]
+        figures = [(value.label, value.shown) for value in point.results.values]
         figures += point.results.averages.items()
         listed = ", ".join(f"{name} {figure:.2f}" for name, figure in figures)
         say(f"{_name(point)}: {listed}")
@@ -130,10 +130,10 @@ def curves_json(run: Path, suite: str | None, points: Sequence[Point]) -> dict[s
 def curves_table(points: Sequence[Point]) -> str:
     """Return the points as a Markdown table, a row each."""
     first = points[0].results
-    head = ["steps", *map(_label, first.values), *first.averages]
+    head = ["steps", *(value.label for value in first.values), *first.averages]
     lines = [head, ["---:"] * len(head)]
     for point in points:
-        figures = [value.value * value.scale for value in point.results.values]
+        figures = [value.shown for value in point.results.values]
         figures += point.results.averages.values()
         lines.append([_name(point), *(f"{figure:.2f}" for figure in figures)])
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
@@ -185,7 +185,7 @@ def _figure(title: str, points: Sequence[Point]) -> Any:
             [(p.step, *_percent(p.results.values[number])) for p in single],
             None if mean is None else (mean.step, *_percent(mean.results.values[number])),
         )
-        axes.set_title(f"{_label(value)} ({value.metric}{', %' if value.scale != 1 else ''})")
+        axes.set_title(f"{value.label} ({value.metric}{', %' if value.scale != 1 else ''})")
     for name in first.averages:
         axes = next(panels)
         _panel(
@@ -229,11 +229,7 @@ def _panel(
 def _percent(value: Value) -> tuple[float, float | None]:
     error = value.stderr
     usable = error is not None and math.isfinite(error)
-    return value.value * value.scale, error * value.scale if usable and error else None
-
-
-def _label(value: Value) -> str:
-    return value.task.label or value.task.name
+    return value.shown, error * value.scale if usable and error else None
 
 
 def _name(point: Point) -> str:

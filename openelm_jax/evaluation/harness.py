@@ -51,8 +51,8 @@ def harness_model(
 
     `max_length` is the most tokens that it reads at a time, by default those that it was trained
     to see; `add_bos` puts <s> before each text, as the paper's evaluation does. `between` is called
-    after each log-likelihood, and may raise; `silent` shows no progress. Raises UserError without a
-    tokenizer and without lm-eval.
+    after each log-likelihood or block of new tokens, and may raise; `silent` shows no progress.
+    Raises UserError without a tokenizer and without lm-eval.
     """
     from openelm_jax.generation import engine
 
@@ -66,7 +66,7 @@ def harness_model(
     def complete(
         prompts: Sequence[Sequence[int]], max_tokens: int, sampling: Sampling
     ) -> Iterator[np.ndarray]:
-        return engine.stream(
+        blocks = engine.stream(
             model.config,
             model.params,
             prompts,
@@ -76,6 +76,9 @@ def harness_model(
             sampling=sampling,
             dtype=model.dtype,
         )
+        for block in blocks:
+            between()
+            yield block
 
     def score(requests: Sequence[Request], report: Report | None) -> list[Scored]:
         def hear(number: int, result: Scored) -> None:
@@ -243,7 +246,8 @@ def harness_class() -> type[TemplateLM]:
             if room < 1:
                 raise UserError(
                     f"a task asks for {most} new tokens, and the model's context has "
-                    f"{self.max_length}: ask for fewer with max_gen_toks."
+                    f"{self.max_length}: ask for fewer with --gen_kwargs max_gen_toks=N of "
+                    "python -m openelm_jax.evaluation.harness."
                 )
             return (self.tok_encode(context) or [self.prefix_token_id])[-room:]
 

@@ -98,8 +98,8 @@ def splits_of(found: Found, part: str | None, task: str, dataset: str) -> set[st
         known = datasets.get_dataset_config_names(str(folder))
         if part is not None and part not in known:
             raise UserError(
-                f"{task} reads the configuration {part} of {dataset}, and {folder} has "
-                f"{', '.join(known)}: add it to the folder and its README.md."
+                f"{task} reads the configuration {part} of {dataset}, and {found.source} has "
+                f"{', '.join(known)}: add it there, or give the Hub's folder {dataset}."
             )
         names = datasets.get_dataset_split_names(str(folder), part, cache_dir=str(found.cache))
         return set(names)

@@ -1,10 +1,11 @@
-"""The paper's three suites of tasks (Table 3), any other tasks of the harness, and their results.
+"""The paper's suites of tasks (Tables 3 and 6), any other tasks of the harness, and their results.
 
 lm_eval and datasets are imported where they are used.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import math
@@ -128,6 +129,16 @@ class Value:
         """What makes of it what tables show."""
         return 100.0 if self.metric in PERCENT else 1.0
 
+    @property
+    def shown(self) -> float:
+        """The value as tables show it: percent, where it is a fraction."""
+        return self.value * self.scale
+
+    @property
+    def label(self) -> str:
+        """What tables call the task."""
+        return self.task.label or self.task.name
+
 
 @dataclass(frozen=True)
 class Results:
@@ -139,7 +150,7 @@ class Results:
     """In percent, over the tasks whose metrics are fractions: of all, and without SciQ."""
 
     def __post_init__(self) -> None:
-        percent = {value.task: 100.0 * value.value for value in self.values if value.scale != 1}
+        percent = {value.task: value.shown for value in self.values if value.scale != 1}
         object.__setattr__(self, "averages", averages(percent))
 
 
@@ -185,11 +196,37 @@ class OpenTask:
 def open_tasks(tasks: Sequence[Task], data: Path | None = None) -> tuple[OpenTask, ...]:
     """Return tasks with their data, read from `data` if it is given, and otherwise from the Hub.
 
-    Raises UserError for unknown tasks and missing data.
+    Raises UserError for unknown tasks, for one that is named by itself and with a group, and for
+    missing data: of local copies all that is missing at once.
     """
     harness_class()
     manager = _manager()
-    return tuple(_load(manager, task, data) for task in tasks)
+    _require_apart(manager, tasks)
+    opened, missing = [], []
+    for task in tasks:
+        try:
+            opened.append(_load(manager, task, data))
+        except UserError as fault:
+            if data is None:  # the Hub need not be asked in vain for all of them
+                raise
+            missing.append(str(fault).removesuffix("."))
+    if missing:
+        raise UserError(f"{'; '.join(missing)}.")
+    return tuple(opened)
+
+
+def _require_apart(manager: TaskManager, tasks: Sequence[Task]) -> None:
+    """Raise UserError for an unknown task, and where two tasks have one in common."""
+    owner: dict[str, str] = {}
+    for task in tasks:
+        if task.name not in manager.task_index:
+            raise UserError(_unknown(manager, task.name))
+        for leaf in _leaves(manager.task_index, task.name):
+            if owner.setdefault(leaf, task.name) != task.name:
+                raise UserError(
+                    f"{leaf} is asked with {owner[leaf]} and with {task.name}, and would count "
+                    "twice: leave one of them out."
+                )
 
 
 def run(
@@ -230,8 +267,6 @@ def _manager() -> TaskManager:
 
 
 def _load(manager: TaskManager, task: Task, data: Path | None) -> OpenTask:
-    if task.name not in manager.task_index:
-        raise UserError(_unknown(manager, task.name))
     with _reading(manager, task, data) as notes, _in_one_sentence(task):
         loaded = manager.load([task.name])
     if task.name in loaded["groups"]:
@@ -259,8 +294,6 @@ def _reading(manager: TaskManager, task: Task, data: Path | None) -> Iterator[li
     if data is None:
         yield []
         return
-    import dataclasses
-
     from lm_eval.tasks._yaml_loader import load_yaml
 
     index, before = manager.task_index, {}
@@ -351,6 +384,7 @@ def _values(task: Task, found: Mapping[str, Any], notes: Sequence[str]) -> Itera
     results = found["results"]
     names = [task.name] if task.name in results else list(results)
     for name in names:
+        member = task if name == task.name else KNOWN.get(name, Task(name, label=name))
         figures = results[name]
         metrics = {
             key: float(value)
@@ -363,17 +397,16 @@ def _values(task: Task, found: Mapping[str, Any], notes: Sequence[str]) -> Itera
             (
                 key
                 for key in metrics
-                if "_stderr," not in key and task.metric in (None, key.partition(",")[0])
+                if "_stderr," not in key and member.metric in (None, key.partition(",")[0])
             ),
             None,
         )
         if key is None:
-            raise UserError(
-                f"{name} has no metric {task.metric or 'of its own'}; it has {', '.join(metrics)}."
-            )
+            wanted = member.metric or "of its own"
+            raise UserError(f"{name} has no metric {wanted}; it has {', '.join(metrics)}.")
         metric, _, how = key.partition(",")
         yield Value(
-            task=task if name == task.name else Task(name, task.shots, metric, name),
+            task=dataclasses.replace(member, shots=task.shots),
             value=metrics[key],
             stderr=metrics.get(f"{metric}_stderr,{how}"),
             metric=metric,

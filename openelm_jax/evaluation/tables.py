@@ -3,26 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Collection, Sequence
+from typing import Any
 
 from openelm_jax.errors import UserError
+from openelm_jax.evaluation.paper_results import PaperRow
 from openelm_jax.evaluation.suites import TABLES, Results, Value, averages
-
-
-class PaperRow(Protocol):
-    """A row of the paper's Table 4 or 5: figures in percent by the harness' names of the tasks."""
-
-    @property
-    def model(self) -> str: ...
-    @property
-    def kind(self) -> str: ...
-    @property
-    def values(self) -> Mapping[str, float]: ...
-    @property
-    def average(self) -> float: ...
-    @property
-    def source(self) -> str: ...
 
 
 def title(row: PaperRow) -> str:
@@ -50,8 +36,8 @@ def markdown(model: str, suite: str | None, results: Results, row: PaperRow | No
     lines = [head, ["---", *["---:" if name != "metric" else "---" for name in head[1:]]]]
     for value in results.values:
         shots = "" if value.task.shots is None else str(value.task.shots)
-        cells = [_label(value), shots, value.metric, f"{value.items:,}", _with_error(value)]
-        lines.append(cells + _beside(value.value * value.scale, _figure(row, value.task.name)))
+        cells = [value.label, shots, value.metric, f"{value.items:,}", _with_error(value)]
+        lines.append(cells + _beside(value.shown, _figure(row, value.task.name)))
         if row is None:
             lines[-1] = cells
     theirs = {} if row is None else _averages(row, suite, _names(results))
@@ -67,7 +53,7 @@ def markdown(model: str, suite: str | None, results: Results, row: PaperRow | No
 def all_rows(model: str, suite: str, results: Results, rows: Sequence[PaperRow]) -> str:
     """Return a table of models: ours first, then all of the paper's in this suite."""
     tasks = TABLES[suite]
-    ours = {value.task.name: value.value * value.scale for value in results.values}
+    ours = {value.task.name: value.shown for value in results.values}
     names = list(results.averages)
     lines = [
         ["model", *(task.label for task in tasks), *names],
@@ -117,10 +103,6 @@ def to_json(
     return found
 
 
-def _label(value: Value) -> str:
-    return value.task.label or value.task.name
-
-
 def _figure(row: PaperRow | None, task: str) -> float | None:
     return None if row is None else row.values.get(task)
 
@@ -143,7 +125,7 @@ def _averages(row: PaperRow, suite: str | None, ours: Collection[str]) -> dict[s
 
 def _with_error(value: Value) -> str:
     error = None if value.stderr is None else value.stderr * value.scale
-    return _number(value.value * value.scale, error)
+    return _number(value.shown, error)
 
 
 def _number(figure: float, error: float | None) -> str:
@@ -172,11 +154,12 @@ def _average_error(results: Results, name: str) -> float | None:
 
 def _notes(results: Results, row: PaperRow | None) -> list[str]:
     notes = []
-    if results.limit is not None:
-        notes.append(f"Only {results.limit} items of each task: not to be compared with the paper.")
+    limit = results.limit
+    if limit is not None and any(value.items >= limit for value in results.values):
+        notes.append(f"Only {limit} items of each task: not to be compared with the paper.")
     if any(value.metric == "pct_stereotype" for value in results.values):
         notes.append("CrowS-Pairs: less is better, unlike the rest.")
-    notes += [f"{_label(value)}: {note}." for value in results.values for note in value.notes]
+    notes += [f"{value.label}: {note}." for value in results.values for note in value.notes]
     if row is not None:
         notes.append(f"{title(row)}: {row.source}.")
     return notes
