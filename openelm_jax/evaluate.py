@@ -15,8 +15,9 @@ from openelm_jax.xla_flags import set_flags
 
 if TYPE_CHECKING:
     from openelm_jax.config import ModelConfig
+    from openelm_jax.evaluation.harness_tasks import OpenTask
     from openelm_jax.evaluation.paper_results import PaperRow
-    from openelm_jax.evaluation.suites import OpenTask, Results, Task
+    from openelm_jax.evaluation.suites import Results, Task
     from openelm_jax.generation.language_model import LanguageModel
 
 SUITE_NAMES = ("zero-shot", "openllm", "llm360", "commonsense")
@@ -57,8 +58,9 @@ def main(argv: list[str]) -> None:
 
 
 def _evaluate_tasks(arguments: argparse.Namespace) -> None:
+    from openelm_jax.evaluation.harness_tasks import open_tasks, quiet
     from openelm_jax.evaluation.paper_results import paper_rows
-    from openelm_jax.evaluation.suites import SUITES, open_tasks, parse_tasks, quiet
+    from openelm_jax.evaluation.suites import SUITES, parse_tasks
 
     # --- What is asked, and its data, before anything takes time.
     suite = arguments.suite
@@ -126,7 +128,7 @@ def _evaluate_run(arguments: argparse.Namespace, tasks: Sequence[Task]) -> None:
         require_matplotlib,
         write_curves,
     )
-    from openelm_jax.evaluation.suites import open_tasks
+    from openelm_jax.evaluation.harness_tasks import open_tasks
     from openelm_jax.generation.placement import decoding_mesh
 
     require_matplotlib()
@@ -154,8 +156,8 @@ def _results(
     """Return what a model finds on tasks, asking nothing that it has answered before."""
     from openelm_jax.evaluation.answers import cache_file
     from openelm_jax.evaluation.harness import harness_model
+    from openelm_jax.evaluation.harness_tasks import run as run_tasks
     from openelm_jax.evaluation.local_data import cache_folder
-    from openelm_jax.evaluation.suites import run as run_tasks
 
     lm = harness_model(model)
     cache = cache_file(cache_folder() / "answers", model, lm)

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from hub_folder import write_set
 
-from openelm_jax.evaluation import harness, suites
-from openelm_jax.evaluation.suites import open_tasks, parse_tasks
+from openelm_jax.evaluation import harness
+from openelm_jax.evaluation.harness_tasks import open_tasks, run
+from openelm_jax.evaluation.suites import parse_tasks
 from openelm_jax.evaluation.tasks import race_prompts
 from openelm_jax.generation.scoring import Scored
 from openelm_jax.tokenizer import load_tokenizer
@@ -84,7 +85,7 @@ def test_the_task_race_is_ours(tmp_path):
         return []
 
     lm = harness.harness_class()(score, TOKENIZER, 2048)
-    (value,) = suites.run(lm, [opened]).values
+    (value,) = run(lm, [opened]).values
 
     assert asked == [f"{PROMPT} {name}" for name in ("Ann", "Eve", "Fay", "Gwen")]
     assert (value.value, value.version) == (1.0, "2.0")

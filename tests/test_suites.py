@@ -12,7 +12,7 @@ import pytest
 from hub_folder import write_set
 
 from openelm_jax.errors import UserError
-from openelm_jax.evaluation import harness, suites
+from openelm_jax.evaluation import harness, harness_tasks
 from openelm_jax.evaluation.suites import SUITES, Task, averages, parse_tasks
 from openelm_jax.generation.scoring import Scored
 from openelm_jax.tokenizer import load_tokenizer
@@ -43,7 +43,7 @@ class PrefersShort:
 
 
 def run(lm, tasks, data=None, **how):
-    return suites.run(lm, suites.open_tasks(tasks, data), **how)
+    return harness_tasks.run(lm, harness_tasks.open_tasks(tasks, data), **how)
 
 
 def model(scores):
@@ -218,8 +218,8 @@ def test_mmlu_is_the_mean_over_the_questions_of_57_subjects(tmp_path):
         choices = ["one", "two", "three", "four"]
         return [{"question": "Which?", "choices": choices, "answer": a} for a in answers]
 
-    index = suites._manager().task_index
-    subjects = [name.removeprefix("mmlu_") for name in suites._leaves(index, "mmlu")]
+    index = harness_tasks._manager().task_index
+    subjects = [name.removeprefix("mmlu_") for name in harness_tasks._leaves(index, "mmlu")]
     assert len(subjects) == len(set(subjects)) == 57
     for subject in subjects:
         # The letters cost the same, and A is first; anatomy has as many questions as three others.
@@ -288,9 +288,9 @@ def test_all_that_is_missing_of_local_copies_is_named_at_once(tmp_path):
 
 def test_a_task_that_a_group_has_too_would_count_twice():
     with pytest.raises(UserError, match="arc_easy is asked with arc_easy and with ai2_arc"):
-        suites.open_tasks(parse_tasks("arc_easy,ai2_arc"))
+        harness_tasks.open_tasks(parse_tasks("arc_easy,ai2_arc"))
     with pytest.raises(UserError, match="mmlu_anatomy is asked with mmlu_stem and with mmlu_anat"):
-        suites.open_tasks(parse_tasks("mmlu_stem,mmlu_anatomy"))
+        harness_tasks.open_tasks(parse_tasks("mmlu_stem,mmlu_anatomy"))
 
 
 def test_a_configuration_that_copies_of_the_origin_lack_is_told_by_their_place(tmp_path):
@@ -298,7 +298,7 @@ def test_a_configuration_that_copies_of_the_origin_lack_is_told_by_their_place(t
     (tmp_path / "crows_pairs").mkdir()
     (tmp_path / "crows_pairs/crows_pairs_anonymized.csv").write_text(rows)
     with pytest.raises(UserError) as refusal:
-        suites.open_tasks(parse_tasks("crows_pairs_french"), tmp_path)
+        harness_tasks.open_tasks(parse_tasks("crows_pairs_french"), tmp_path)
     assert str(refusal.value) == (
         "crows_pairs_french reads the configuration french of jannalu/crows_pairs_multilingual, "
         f"and {tmp_path}/crows_pairs has english: add it there, or give the Hub's folder "

@@ -23,7 +23,8 @@ from openelm_jax.benchmarks.generation_models import model_of, write_random
 from openelm_jax.benchmarks.processes import ON_THE_CPU, process, questions
 from openelm_jax.benchmarks.report import Figure, median_figure
 from openelm_jax.errors import UserError
-from openelm_jax.evaluation.suites import Task, open_tasks, quiet
+from openelm_jax.evaluation.harness_tasks import open_tasks, quiet
+from openelm_jax.evaluation.suites import Task
 from openelm_jax.tokenizer import Tokenizer, load_tokenizer
 from openelm_jax.weights.huggingface import write_huggingface
 from openelm_jax.weights.load import open_weights

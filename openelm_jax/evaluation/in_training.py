@@ -7,7 +7,8 @@ from pathlib import Path
 
 from openelm_jax.config import TrainingConfig
 from openelm_jax.evaluation.harness import harness_class, harness_model
-from openelm_jax.evaluation.suites import OpenTask, open_tasks, parse_tasks, quiet, run
+from openelm_jax.evaluation.harness_tasks import OpenTask, open_tasks, quiet, run
+from openelm_jax.evaluation.suites import parse_tasks
 from openelm_jax.generation.language_model import LanguageModel
 
 
