@@ -23,7 +23,8 @@ SUBJECTS = {
     ),
     "train": (
         "A training step beside PyTorch's on this machine's CPU, by turns, and the trainer's\n"
-        "loop beside its bare step. Random tokens, no files: nothing is read or written.",
+        "loop beside its bare step; what the step takes to compile and to run. Random tokens,\n"
+        "no files: nothing is read but by the part text, and nothing stays.",
         """
         python -m openelm_jax.benchmark train --exp sotu --model.model-dim 384
         python -m openelm_jax.benchmark train --exp 270m --data.lanes 1 \\

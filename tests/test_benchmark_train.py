@@ -71,7 +71,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> dict[Any, float]:
     def process(serve, *arguments, environment=None) -> Iterator[Any]:
         named = isinstance(arguments[0], str)
         side = arguments[0] if named else serve.__name__.removeprefix("_serve_")
-        yield lambda question: known[side, question]
+        yield lambda question: "a CPU" if question == "device" else known[side, question]
 
     monkeypatch.setattr(training, "_side", process)
     monkeypatch.setattr(training.importlib.util, "find_spec", lambda name: object())
@@ -127,18 +127,22 @@ def test_the_loops_overhead_is_what_it_adds_to_the_bare_step(
 def test_text_is_compared_with_rows_at_hand(answers: dict, tmp_path: Path, capsys) -> None:
     answers |= {("text", "text"): 0.5, ("text", "rows"): 0.45}
     experiment = small_experiment(write_corpus(tmp_path).parent)
-    text, ratio = training.measure_text(experiment, 0)
+    text, ratio = training.measure_text(experiment, 0, tmp_path)
     assert text.value == 4 * 32 / 0.5
     assert (ratio.value, ratio.least, ratio.is_reached) == (0.9, 0.98, False)
 
 
-def test_text_that_is_not_there_is_refused_before_anything_runs(tmp_path: Path) -> None:
+def test_text_that_is_not_there_is_refused_before_anything_runs(
+    answers: dict, tmp_path: Path
+) -> None:
+    """No side has an answer, so that asking one is a KeyError."""
     experiment = small_experiment(write_corpus(tmp_path).parent)
     elsewhere = dataclasses.replace(experiment.data, root=str(tmp_path / "nowhere"))
+    how = {"parts": ("loop", "text"), "dtypes": ("float32",), "seconds": 0}
     with pytest.raises(UserError, match="is not a folder"):
-        training.measure_text(dataclasses.replace(experiment, data=elsewhere), 0)
+        training.measure_training(dataclasses.replace(experiment, data=elsewhere), **how)
     with pytest.raises(UserError, match=r"--exp 270m has no tokenizer: give .*--tokenizer.path"):
-        training.measure_text(load_experiment("270m"), 0)
+        training.measure_training(load_experiment("270m"), **how)
 
 
 def test_the_program_says_how_long_it_compiles_and_what_it_needs(answers: dict) -> None:
@@ -157,7 +161,7 @@ def test_flops_are_the_models_and_mfu_is_left_out_where_no_peak_is_known(
     assert figures["tflops_float32"] == pytest.approx(1024 / 0.5 * a_token / 1e12)
     assert "mfu_float32" not in figures
 
-    monkeypatch.setattr(training, "peak_flops", lambda device: 1e12)
+    monkeypatch.setattr(training, "peak_flops", {"a CPU": 1e12}.get)
     figures = {f.name: f.value for f in training.measure_steps(experiment, 0)}
     assert figures["mfu_float32"] == pytest.approx(figures["tflops_float32"])
 
@@ -165,7 +169,9 @@ def test_flops_are_the_models_and_mfu_is_left_out_where_no_peak_is_known(
 def test_without_pytorch_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install 'openelm_jax\[torch\]'"):
-        training.measure_steps(load_experiment("tiny"), 0)
+        training.measure_training(
+            load_experiment("tiny"), ("loop", "step"), dtypes=("float32",), seconds=0
+        )
 
 
 @pytest.mark.heavy

@@ -110,18 +110,26 @@ class Other:
     architecture: str
     """What transformers calls the model: Opt, GPTNeoX, Olmo, Llama."""
     fields: dict[str, Any]
+    parameters: int
+    """How many it has, published or counted from the shapes that are."""
     shares_ffn: bool = False
     """All layers have one feed-forward module."""
 
 
-def _mobillama(title: str, width: int, ffn: int, *, shared: bool) -> Other:
+def _mobillama(title: str, width: int, ffn: int, parameters: int, *, shared: bool) -> Other:
     """(arXiv 2402.16840: TinyLlama's layers, without grouped queries.)"""
     fields = {
         **{"hidden_size": width, "intermediate_size": ffn, "num_hidden_layers": 22},
         **{"num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 32000},
         "tie_word_embeddings": False,
     }
-    return Other(title=title, architecture="Llama", fields=fields, shares_ffn=shared)
+    return Other(
+        title=title,
+        architecture="Llama",
+        fields=fields,
+        parameters=parameters,
+        shares_ffn=shared,
+    )
 
 
 OTHERS = {
@@ -133,9 +141,10 @@ OTHERS = {
             **{"num_attention_heads": 16, "vocab_size": 50272, "word_embed_proj_dim": 512},
             "do_layer_norm_before": False,
         },
+        parameters=331_196_416,
     ),
-    "mobillama_0_5b": _mobillama("MobiLlama 0.5B", 2048, 5632, shared=True),
-    "mobillama_0_8b": _mobillama("MobiLlama 0.8B", 2560, 10240, shared=True),
+    "mobillama_0_5b": _mobillama("MobiLlama 0.5B", 2048, 5632, 534_865_920, shared=True),
+    "mobillama_0_8b": _mobillama("MobiLlama 0.8B", 2560, 10240, 819_315_200, shared=True),
     "pythia_1_4b": Other(
         title="Pythia 1.4B",
         architecture="GPTNeoX",
@@ -147,8 +156,9 @@ OTHERS = {
                 "partial_rotary_factor": 0.25,
             },
         },
+        parameters=1_414_647_808,
     ),
-    "mobillama_1_26b": _mobillama("MobiLlama 1.26B", 2048, 5632, shared=False),
+    "mobillama_1_26b": _mobillama("MobiLlama 1.26B", 2048, 5632, 1_261_529_088, shared=False),
     "olmo_1_18b": Other(
         title="OLMo 1.18B",
         architecture="Olmo",
@@ -156,6 +166,7 @@ OTHERS = {
             **{"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16},
             **{"num_attention_heads": 16, "vocab_size": 50304, "tie_word_embeddings": True},
         },
+        parameters=1_176_764_416,
     ),
 }
 """The rows of the paper's Table 7 that are not OpenELM, smallest first."""

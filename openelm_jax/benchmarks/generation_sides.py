@@ -193,7 +193,9 @@ def _transformers(name: str, dtype: str, length: int) -> Side:
 
     torch.manual_seed(0)
     model = other_model(OTHERS[name], length)
-    return _torch_side(model, dtype, cost_of_other(model))
+    cost = cost_of_other(model)
+    assert cost.parameters == OTHERS[name].parameters, f"{name} has {cost.parameters} parameters"
+    return _torch_side(model, dtype, cost)
 
 
 def _torch_side(model: Any, dtype: str, cost: Cost) -> Side:

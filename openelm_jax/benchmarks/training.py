@@ -11,14 +11,14 @@ Legend: B batch, L = T + 1 tokens of a row, T time, V vocab.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib.util
 import itertools
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,36 +50,65 @@ def measure_training(
 ) -> list[Figure]:
     """Return the figures of some parts, each of which takes about `seconds` a compute type.
 
-    Raises UserError without PyTorch, for the part that needs it.
+    Raises UserError, before anything is measured, without PyTorch and without text or tokenizer
+    for the parts that need them.
     """
-    measures = {
+    parts = list(parts)
+    if "step" in parts:
+        _require_torch()
+    measures: dict[str, Callable[[Experiment, float], list[Figure]]] = {
         "step": measure_steps,
         "loop": measure_loop,
-        "text": measure_text,
         "program": measure_program,
     }
-    return [
-        figure
-        for part in parts
-        for dtype in dtypes
-        for figure in measures[part](_with_dtype(experiment, dtype), seconds)
-    ]
+    with ExitStack() as stack:
+        if "text" in parts:
+            tokenizer_file = stack.enter_context(text_at_hand(experiment))
+            measures["text"] = partial(measure_text, tokenizer_file=tokenizer_file)
+        return [
+            figure
+            for part in parts
+            for dtype in dtypes
+            for figure in measures[part](_with_dtype(experiment, dtype), seconds)
+        ]
 
 
-def measure_steps(experiment: Experiment, seconds: float) -> list[Figure]:
-    """Compare forward, backward, clipping and AdamW of ours with PyTorch eager on the CPU."""
+def _require_torch() -> None:
     if importlib.util.find_spec("torch") is None:
         raise UserError(
             "benchmark train compares with PyTorch, which is not installed: "
             "pip install 'openelm_jax[torch]', or leave it out with --part loop."
         )
+
+
+@contextmanager
+def text_at_hand(experiment: Experiment) -> Iterator[Path]:
+    """Give the file of the experiment's tokenizer, once its text can be read with it.
+
+    Raises UserError where text or tokenizer are missing.
+    """
+    from openelm_jax.training.run_directory import TOKENIZER, open_tokenizer
+
+    if not (experiment.tokenizer.path or experiment.tokenizer.vocab_size):
+        raise UserError(
+            f"--exp {experiment.name} has no tokenizer: give a SentencePiece model with "
+            "--tokenizer.path FILE."
+        )
+    with tempfile.TemporaryDirectory() as directory:
+        tokenizer, _ = open_tokenizer(Path(directory), experiment)
+        _open(experiment, tokenizer).close()
+        yield Path(directory, TOKENIZER)
+
+
+def measure_steps(experiment: Experiment, seconds: float) -> list[Figure]:
+    """Compare forward, backward, clipping and AdamW of ours with PyTorch eager on the CPU."""
     dtype = experiment.training.dtype
     tokens_per_step = experiment.training.global_batch_size * experiment.model.context_length
     with (
         _side(_serve_steps, "ours", experiment) as ours,
         _side(_serve_steps, "torch", experiment) as theirs,
     ):
-        losses = [side("loss") for side in (ours, theirs)]
+        losses, device = [side("loss") for side in (ours, theirs)], ours("device")
         distance = abs(losses[0] / losses[1] - 1)
         assert distance < SAME_LOSS[dtype], f"losses {losses}: the sides train different models"
         pairs = _alternate(lambda: ours(TURN_STEPS), lambda: theirs(TURN_STEPS), seconds)
@@ -102,7 +131,7 @@ def measure_steps(experiment: Experiment, seconds: float) -> list[Figure]:
             )
             for side, (name, words) in enumerate((("ours", "ours"), ("torch", "PyTorch eager")))
         ),
-        *_flops_figures(experiment, [tokens_per_step / pair[0] for pair in pairs]),
+        *_flops_figures(experiment, device, [tokens_per_step / pair[0] for pair in pairs]),
     ]
 
 
@@ -122,22 +151,11 @@ def measure_loop(experiment: Experiment, seconds: float) -> list[Figure]:
     ]
 
 
-def measure_text(experiment: Experiment, seconds: float) -> list[Figure]:
+def measure_text(experiment: Experiment, seconds: float, tokenizer_file: Path) -> list[Figure]:
     """Compare the loop on the experiment's own text, read and tokenised as it goes, with rows that
-    are at hand; UserError where text or tokenizer are missing."""
-    from openelm_jax.training.run_directory import TOKENIZER, open_tokenizer
-
-    if not (experiment.tokenizer.path or experiment.tokenizer.vocab_size):
-        raise UserError(
-            f"--exp {experiment.name} has no tokenizer: give a SentencePiece model with "
-            "--tokenizer.path FILE."
-        )
-    with tempfile.TemporaryDirectory() as directory:
-        tokenizer, _ = open_tokenizer(Path(directory), experiment)
-        _open(experiment, tokenizer).close()  # what is missing shows here
-        path = Path(directory, TOKENIZER)
-        with _side(_serve_text, experiment, path) as turn:
-            pairs = _alternate(lambda: turn("text"), lambda: turn("rows"), seconds)
+    are at hand."""
+    with _side(_serve_text, experiment, tokenizer_file) as turn:
+        pairs = _alternate(lambda: turn("text"), lambda: turn("rows"), seconds)
     dtype, training = experiment.training.dtype, experiment.training
     tokens_per_step = training.global_batch_size * experiment.model.context_length
     return [
@@ -185,14 +203,12 @@ def measure_program(experiment: Experiment, seconds: float) -> list[Figure]:
     ]
 
 
-def _flops_figures(experiment: Experiment, rates: list[float]) -> list[Figure]:
-    """Return FLOPs a second at rates of tokens a second, and MFU where this device's peak is known.
+def _flops_figures(experiment: Experiment, device: str, rates: list[float]) -> list[Figure]:
+    """Return FLOPs a second at rates of tokens a second, and MFU where the device's peak is known.
 
     FLOPs are the model's, as train logs them.
     """
-    import jax
-
-    dtype, device = experiment.training.dtype, jax.devices()[0].device_kind
+    dtype = experiment.training.dtype
     speeds = [
         speed_figures(rate, 3 * flops_per_token(experiment.model), 1, peak_flops(device))
         for rate in rates
@@ -257,8 +273,10 @@ def _side(
 
 
 def _serve_steps(connection: Connection, side: str, experiment: Experiment) -> None:
-    """Answer "loss" with that before the first update, a number with the seconds of a step in so
-    many."""
+    """Answer "loss" with that before the first update, "device" with the kind of JAX's, a number
+    with the seconds of a step in so many."""
+    import jax
+
     from openelm_jax.benchmarks.training_step import our_step, torch_step
 
     step = {"ours": our_step, "torch": torch_step}[side](experiment)
@@ -267,6 +285,9 @@ def _serve_steps(connection: Connection, side: str, experiment: Experiment) -> N
     for count in questions(connection):
         if count == "loss":
             connection.send(first_loss)
+            continue
+        if count == "device":
+            connection.send(jax.devices()[0].device_kind)
             continue
         step(next(rows))
         batches = list(itertools.islice(rows, count))
@@ -319,7 +340,7 @@ def _serve_text(connection: Connection, experiment: Experiment, tokenizer_file: 
     ahead, mesh = config.prefetch, program.mesh
     at_hand = ((row, None) for row in _rows(experiment))
     with (
-        contextlib.closing(data),
+        closing(data),
         feed(data, ahead, mesh=mesh, pad_id=data.pad_id, bos_id=bos_id) as text,
         feed(at_hand, ahead, mesh=mesh, bos_id=bos_id) as rows,
     ):
@@ -345,14 +366,11 @@ def _open(experiment: Experiment, tokenizer: Tokenizer) -> DataIterator:
 def _serve_program(connection: Connection, experiment: Experiment) -> None:
     """Answer with the seconds that compiling takes, and the bytes that the program needs."""
     from openelm_jax.benchmarks.training_step import compile_program
-    from openelm_jax.planning.ahead_of_time import memory_of
 
     for _ in questions(connection):
         _, compiled = compile_program(experiment)
         assert compiled.cache == "miss"
-        memory = memory_of(compiled.function.memory_analysis())
-        kept = memory["argument_bytes"] + memory["output_bytes"] - memory["alias_bytes"]
-        connection.send((compiled.seconds, kept + memory["temporary_bytes"]))
+        connection.send((compiled.seconds, compiled.bytes_held))
 
 
 def _looped(experiment, program, step, state, batches) -> tuple[Any, float]:

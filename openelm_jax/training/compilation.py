@@ -20,6 +20,17 @@ class Compiled(NamedTuple):
     seconds: float
     cache: str
 
+    @property
+    def bytes_held(self) -> int:
+        """What a device holds at most while it runs, arguments included, as XLA counts it."""
+        analysis = self.function.memory_analysis()
+        return (
+            analysis.argument_size_in_bytes
+            + analysis.output_size_in_bytes
+            - analysis.alias_size_in_bytes
+            + analysis.temp_size_in_bytes
+        )
+
 
 def keep_compiled_code() -> None:
     """Turn on jax's persistent compilation cache.
