@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,8 @@ from small_runs import small_experiment, write_corpus
 from openelm_jax.benchmark import main
 from openelm_jax.benchmarks import accelerator, accelerator_parts, training
 from openelm_jax.benchmarks.accelerator_parts import check_kernels, largest_batch, train_size
+from openelm_jax.benchmarks.processes import process, questions
+from openelm_jax.benchmarks.training_sides import rows_of
 from openelm_jax.config import Experiment
 from openelm_jax.errors import UserError
 from openelm_jax.experiment_file import load_experiment
@@ -44,11 +47,26 @@ def test_the_two_sides_make_the_same_updates(
     # A clip that bites and a decay that shows.
     optimizer = dataclasses.replace(small.optimizer, clip_norm=0.1, weight_decay=1.0)
     experiment = dataclasses.replace(small, optimizer=optimizer)
-    rows = list(itertools.islice(training._rows(experiment), 5))
+    rows = list(itertools.islice(rows_of(experiment), 5))
 
     ours, theirs = training_step.our_step(experiment), training_step.torch_step(experiment)
 
     assert [ours(row) for row in rows] == pytest.approx([theirs(row) for row in rows], rel=2e-5)
+
+
+def serve_wide(connection) -> None:
+    for _ in questions(connection):
+        connection.send(jax.config.jax_enable_x64)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_a_side_has_its_environment_before_its_module_imports_jax(wide: bool) -> None:
+    """As this one does: jax reads the variable when it is imported."""
+    before = dict(os.environ)
+    how = {"environment": {"JAX_ENABLE_X64": str(int(wide))}, "benchmark": "b", "cure": "none"}
+    with process(serve_wide, **how) as ask:
+        assert ask("wide") is wide
+    assert dict(os.environ) == before
 
 
 def test_the_sides_take_turns_and_neither_is_always_the_later() -> None:
@@ -70,7 +88,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> dict[Any, float]:
     @contextlib.contextmanager
     def process(serve, *arguments, environment=None) -> Iterator[Any]:
         named = isinstance(arguments[0], str)
-        side = arguments[0] if named else serve.__name__.removeprefix("_serve_")
+        side = arguments[0] if named else serve.__name__.removeprefix("serve_")
         yield lambda question: "a CPU" if question == "device" else known[side, question]
 
     monkeypatch.setattr(training, "_side", process)

@@ -14,7 +14,8 @@ from huggingface_directories import write_huggingface
 from small_models import random_params, tiny
 
 from openelm_jax import evaluate
-from openelm_jax.data.instructions import prompt, read_instructions
+from openelm_jax.data.instructions import instruction_of, prompt
+from openelm_jax.data.objects import read_objects
 from openelm_jax.errors import UserError
 from openelm_jax.evaluation.commonsense import (
     WORDS,
@@ -39,6 +40,10 @@ def weights(tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("weights") / "model"
     write_huggingface(directory, config, random_params(config), tokenizer=load_tokenizer(TOKENIZER))
     return directory
+
+
+def read(path: Path) -> list:
+    return [instruction_of(record) for record in read_objects(str(path))]
 
 
 def write_sets(folder: Path, count: int = 6) -> Path:
@@ -117,7 +122,7 @@ def test_likelihood_is_that_of_the_plain_forward_pass(form, weights, tmp_path, m
     monkeypatch.setattr(type(model), "score", spy)
     (value,) = run_commonsense(model, open_sets(tmp_path, ["boolq"]), form=form).values
 
-    records = list(read_instructions(path))
+    records = read(path)
     random.Random(83652).shuffle(records)
     right = 0
     for number, record in enumerate(records):
@@ -179,7 +184,7 @@ def test_generation_is_judged_by_what_the_model_writes(weights, tmp_path, monkey
     (value,) = run_commonsense(model, sets, way="generation").values
 
     assert value.value == 1 / 6  # of 1 and 2 the odd one; of the others nothing is right
-    texts = [record.instruction for record in read_instructions(tmp_path / "boolq/test.json")]
+    texts = [record.instruction for record in read(tmp_path / "boolq/test.json")]
     assert sorted(asked) == sorted(prompt(text, form="llm-adapters") for text in texts)
 
 
@@ -242,6 +247,12 @@ def test_sets_that_are_not_there_are_named_before_the_weights_are_read(tmp_path)
         evaluate.main(f"--from {tmp_path} --suite commonsense --data {data}".split())
     with pytest.raises(UserError, match="--sets arc: there is no such set; known are boolq, piqa"):
         open_sets(data, ["arc"])
+
+
+def test_a_set_without_a_record_is_refused(tmp_path):
+    (write_sets(tmp_path) / "boolq/test.json").write_text("[]")
+    with pytest.raises(UserError, match=r"boolq/test.json holds no record: fetch it again"):
+        open_sets(tmp_path, ["boolq"])
 
 
 def test_an_answer_that_the_instruction_does_not_allow_is_refused(tmp_path):

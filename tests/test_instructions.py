@@ -7,7 +7,8 @@ import json
 
 import pytest
 
-from openelm_jax.data.instructions import Instruction, prompt, read_instructions
+from openelm_jax.data.instructions import Instruction, instruction_of, prompt
+from openelm_jax.data.objects import read_objects
 from openelm_jax.errors import UserError
 
 RECORD = {"instruction": "Add.", "input": "1 2", "output": "3", "answer": "3"}
@@ -66,28 +67,31 @@ def test_those_of_llm_adapters_have_a_space_less_and_nothing_on_empty_lines():
     )
 
 
-@pytest.mark.parametrize("name", ["train.json", "train.json.gz"])
-def test_records_are_read_from_a_list_packed_or_not(tmp_path, name):
-    text = json.dumps([RECORD, {"instruction": "Go.", "output": "Gone."}]).encode()
+def read(path):
+    return [instruction_of(record) for record in read_objects(str(path))]
+
+
+@pytest.mark.parametrize("name", ["train.json", "train.json.gz", "train.jsonl"])
+def test_records_are_read_from_lists_and_lines(tmp_path, name):
+    records = [RECORD, {"instruction": "Go.", "output": "Gone."}]
+    lines = "\n".join(map(json.dumps, records))
+    text = (lines if name.endswith("jsonl") else json.dumps(records)).encode()
     path = tmp_path / name
     path.write_bytes(gzip.compress(text) if name.endswith("gz") else text)
 
-    assert read_instructions(path) == [
-        Instruction("Add.", "3", "1 2", "3"),
-        Instruction("Go.", "Gone."),
-    ]
+    assert read(path) == [Instruction("Add.", "3", "1 2", "3"), Instruction("Go.", "Gone.")]
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (None, r"cannot be read as JSON .*No such file"),
-        ("[{", r"cannot be read as JSON"),
-        ("[]", "is no list of records"),
+        (None, r"train.json"),
+        ("[{", r"is not JSON"),
         (json.dumps(RECORD), "is no list of records"),
         (json.dumps([RECORD, "Go."]), "record 2 is 'Go.': it must be an object"),
-        (json.dumps([RECORD, {"instruction": "Go."}]), "record 2: output must be a text"),
-        (json.dumps([RECORD | {"instruction": " "}]), "record 1: instruction must be a text"),
+        (json.dumps([RECORD, {"instruction": "Go."}]), "record 2: output is None: it must be a"),
+        (json.dumps([RECORD | {"instruction": " "}]), "record 1: instruction is empty"),
+        (json.dumps([RECORD | {"output": ""}]), "record 1: output is empty"),
         (json.dumps([RECORD | {"input": 3}]), "record 1: input is 3: it must be a text"),
     ],
 )
@@ -96,12 +100,12 @@ def test_anything_else_is_refused_by_file_and_record(tmp_path, text, message):
     if text is not None:
         path.write_text(text)
     with pytest.raises(UserError, match=message) as refusal:
-        read_instructions(path)
+        read(path)
     assert str(path) in str(refusal.value)
 
 
 def test_half_a_packed_file_is_refused(tmp_path):
     path = tmp_path / "train.json.gz"
     path.write_bytes(gzip.compress(json.dumps([RECORD]).encode())[:-9])
-    with pytest.raises(UserError, match="cannot be read as JSON"):
-        read_instructions(path)
+    with pytest.raises(UserError, match="cannot be decompressed"):
+        read(path)

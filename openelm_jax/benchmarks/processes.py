@@ -31,15 +31,14 @@ def process(
 ) -> Iterator[Ask]:
     """Give what asks a process that runs `serve(connection, *arguments)`.
 
-    `environment` is set there before jax is imported. A process that ends before it answers is a
-    UserError of `benchmark`, with `cure` for what to do.
+    `environment` is that process's before anything is imported there, jax too. A process that
+    ends before it answers is a UserError of `benchmark`, with `cure` for what to do.
     """
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    started = context.Process(
-        target=_serve, args=(serve, dict(environment), there, *arguments), daemon=True
-    )
-    started.start()
+    started = context.Process(target=serve, args=(there, *arguments), daemon=True)
+    with _environment(environment):
+        started.start()
     there.close()
 
     def ask(question: Any) -> Any:
@@ -67,6 +66,13 @@ def questions(connection: Connection) -> Iterator[Any]:
             yield connection.recv()
 
 
-def _serve(serve: Callable[..., None], environment: dict[str, str], *arguments: Any) -> None:
-    os.environ |= environment
-    serve(*arguments)
+@contextmanager
+def _environment(changes: Mapping[str, str]) -> Iterator[None]:
+    """Let what is started inherit other variables: the module of `serve` may import jax at once."""
+    before = dict(os.environ)
+    os.environ |= changes
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ |= before

@@ -5,40 +5,36 @@ Each side is a process of its own, with the same initial weights, tokens, optimi
 threads. They take turns of a few steps, never at the same time, and each turn begins with a step
 that is not counted, so that the caches are its own. A ratio compares two neighbouring turns: other
 programs on the machine slow both, and what is quoted is the median of the pairs with its range.
-
-Legend: B batch, L = T + 1 tokens of a row, T time, V vocab.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import itertools
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
-
-from openelm_jax.benchmarks.processes import ON_THE_CPU, Ask, process, questions
+from openelm_jax.benchmarks.processes import ON_THE_CPU, Ask, process
 from openelm_jax.benchmarks.report import Figure, median_figure
+from openelm_jax.benchmarks.training_sides import (
+    open_text,
+    serve_loop,
+    serve_program,
+    serve_steps,
+    serve_text,
+)
 from openelm_jax.config import DType, Experiment
 from openelm_jax.errors import UserError
 from openelm_jax.model.scaling import flops_per_token, parameter_count
 from openelm_jax.parallel.devices import peak_flops
 from openelm_jax.training.metrics import speed_figures
 
-if TYPE_CHECKING:
-    from openelm_jax.data.pipeline import DataIterator
-    from openelm_jax.tokenizer import Tokenizer
-
 TURN_STEPS = 2
-LOOP_STEPS = 8
 FEWEST_PAIRS = 5
 # Of the two sides' losses before the first update, relative: they are of the same model.
 SAME_LOSS = {"float32": 1e-4, "bfloat16": 1e-2}
@@ -96,7 +92,7 @@ def text_at_hand(experiment: Experiment) -> Iterator[Path]:
         )
     with tempfile.TemporaryDirectory() as directory:
         tokenizer, _ = open_tokenizer(Path(directory), experiment)
-        _open(experiment, tokenizer).close()
+        open_text(experiment, tokenizer).close()
         yield Path(directory, TOKENIZER)
 
 
@@ -105,8 +101,8 @@ def measure_steps(experiment: Experiment, seconds: float) -> list[Figure]:
     dtype = experiment.training.dtype
     tokens_per_step = experiment.training.global_batch_size * experiment.model.context_length
     with (
-        _side(_serve_steps, "ours", experiment) as ours,
-        _side(_serve_steps, "torch", experiment) as theirs,
+        _side(serve_steps, "ours", experiment) as ours,
+        _side(serve_steps, "torch", experiment) as theirs,
     ):
         losses, device = [side("loss") for side in (ours, theirs)], ours("device")
         distance = abs(losses[0] / losses[1] - 1)
@@ -137,7 +133,7 @@ def measure_steps(experiment: Experiment, seconds: float) -> list[Figure]:
 
 def measure_loop(experiment: Experiment, seconds: float) -> list[Figure]:
     """Compare the trainer's loop and feed with calling the same compiled step in a row."""
-    with _side(_serve_loop, experiment) as turn:
+    with _side(serve_loop, experiment) as turn:
         pairs = _alternate(lambda: turn("loop"), lambda: turn("bare"), seconds)
     return [
         median_figure(
@@ -154,7 +150,7 @@ def measure_loop(experiment: Experiment, seconds: float) -> list[Figure]:
 def measure_text(experiment: Experiment, seconds: float, tokenizer_file: Path) -> list[Figure]:
     """Compare the loop on the experiment's own text, read and tokenised as it goes, with rows that
     are at hand."""
-    with _side(_serve_text, experiment, tokenizer_file) as turn:
+    with _side(serve_text, experiment, tokenizer_file) as turn:
         pairs = _alternate(lambda: turn("text"), lambda: turn("rows"), seconds)
     dtype, training = experiment.training.dtype, experiment.training
     tokens_per_step = training.global_batch_size * experiment.model.context_length
@@ -181,7 +177,7 @@ def measure_program(experiment: Experiment, seconds: float) -> list[Figure]:
     """Return the seconds that the step takes to compile, with no cache, and the memory it needs."""
     with (
         tempfile.TemporaryDirectory() as cache,
-        _side(_serve_program, experiment, environment={"JAX_COMPILATION_CACHE_DIR": cache}) as ask,
+        _side(serve_program, experiment, environment={"JAX_COMPILATION_CACHE_DIR": cache}) as ask,
     ):
         compile_seconds, needed = ask("program")
     dtype = experiment.training.dtype
@@ -251,14 +247,6 @@ def _with_dtype(experiment: Experiment, dtype: DType) -> Experiment:
     return dataclasses.replace(experiment, training=training)
 
 
-def _rows(experiment: Experiment) -> Iterator[np.ndarray]:
-    """Yield batches of random tokens without end, the same for every caller."""
-    random = np.random.default_rng(0)
-    shape = (experiment.training.global_batch_size, experiment.model.context_length + 1)
-    while True:
-        yield random.integers(0, experiment.model.vocab_size, shape, dtype=np.int32)
-
-
 def _side(
     serve: Callable[..., None], *arguments: Any, environment: Mapping[str, str] | None = None
 ) -> AbstractContextManager[Ask]:
@@ -270,129 +258,3 @@ def _side(
         cure="if memory ran out, take fewer rows with --training.global-batch-size or tokens with "
         "--model.context-length",
     )
-
-
-def _serve_steps(connection: Connection, side: str, experiment: Experiment) -> None:
-    """Answer "loss" with that before the first update, "device" with the kind of JAX's, a number
-    with the seconds of a step in so many."""
-    import jax
-
-    from openelm_jax.benchmarks.training_step import our_step, torch_step
-
-    step = {"ours": our_step, "torch": torch_step}[side](experiment)
-    rows = _rows(experiment)
-    first_loss = step(next(rows))
-    for count in questions(connection):
-        if count == "loss":
-            connection.send(first_loss)
-            continue
-        if count == "device":
-            connection.send(jax.devices()[0].device_kind)
-            continue
-        step(next(rows))
-        batches = list(itertools.islice(rows, count))
-        begin = time.perf_counter()
-        for batch in batches:
-            step(batch)
-        connection.send((time.perf_counter() - begin) / count)
-
-
-def _serve_loop(connection: Connection, experiment: Experiment) -> None:
-    """Answer "loop" and "bare" with the seconds of a step in the one and by the other."""
-    from openelm_jax.benchmarks.training_step import LEARNING_RATE, compiled_program
-    from openelm_jax.training.feed import feed, to_batch
-
-    program, step, state = compiled_program(experiment)
-    mesh, rate = program.mesh, program.place_rate(LEARNING_RATE)
-    rows = list(itertools.islice(_rows(experiment), LOOP_STEPS))
-
-    def bare() -> float:
-        nonlocal state
-        batches = [to_batch(tokens_BL, mesh=mesh) for tokens_BL in rows]
-        begin = time.perf_counter()
-        for batch in batches:
-            state, metrics = step(state, batch, rate)
-        metrics.loss.block_until_ready()
-        return time.perf_counter() - begin
-
-    def loop() -> float:
-        nonlocal state
-        with feed(((row, None) for row in rows), experiment.data.prefetch, mesh=mesh) as batches:
-            state, seconds = _looped(experiment, program, step, state, batches)
-        return seconds
-
-    kinds = {"loop": loop, "bare": bare}
-    for kind in questions(connection):
-        connection.send(kinds[kind]() / LOOP_STEPS)
-
-
-def _serve_text(connection: Connection, experiment: Experiment, tokenizer_file: Path) -> None:
-    """Answer "text" and "rows" with the seconds of a step of the loop on either."""
-    from openelm_jax.benchmarks.training_step import compiled_program
-    from openelm_jax.tokenizer import load_tokenizer
-    from openelm_jax.training.feed import feed
-
-    config = experiment.data
-    tokenizer = load_tokenizer(tokenizer_file, experiment.model.vocab_size)
-    bos_id = tokenizer.bos_id if config.isolate_documents else None
-    program, step, state = compiled_program(experiment, bos_id)
-    data = _open(experiment, tokenizer)
-    ahead, mesh = config.prefetch, program.mesh
-    at_hand = ((row, None) for row in _rows(experiment))
-    with (
-        closing(data),
-        feed(data, ahead, mesh=mesh, pad_id=data.pad_id, bos_id=bos_id) as text,
-        feed(at_hand, ahead, mesh=mesh, bos_id=bos_id) as rows,
-    ):
-        sources = {"text": text, "rows": rows}
-        for kind in questions(connection):
-            # The first steps take what was made ahead while the other had its turn.
-            state, _ = _looped(experiment, program, step, state, sources[kind])
-            state, seconds = _looped(experiment, program, step, state, sources[kind])
-            connection.send(seconds / LOOP_STEPS)
-
-
-def _open(experiment: Experiment, tokenizer: Tokenizer) -> DataIterator:
-    from openelm_jax.data.pipeline import open_data
-
-    return open_data(
-        experiment.data,
-        tokenizer,
-        row_length=experiment.model.context_length + 1,
-        global_batch_size=experiment.training.global_batch_size,
-    )
-
-
-def _serve_program(connection: Connection, experiment: Experiment) -> None:
-    """Answer with the seconds that compiling takes, and the bytes that the program needs."""
-    from openelm_jax.benchmarks.training_step import compile_program
-
-    for _ in questions(connection):
-        _, compiled = compile_program(experiment)
-        assert compiled.cache == "miss"
-        connection.send((compiled.seconds, compiled.bytes_held))
-
-
-def _looped(experiment, program, step, state, batches) -> tuple[Any, float]:
-    """Return the state after a few steps of the trainer's loop, and the seconds they took."""
-    from openelm_jax.benchmarks.training_step import LEARNING_RATE
-    from openelm_jax.training.loop import Logged, train_loop
-
-    def log(logged: Logged) -> None:
-        float(logged.metrics.loss)
-
-    begin = time.perf_counter()
-    state, _ = train_loop(
-        state,
-        train_step=step,
-        batches=batches,
-        learning_rate=lambda step: LEARNING_RATE,
-        start=0,
-        steps=LOOP_STEPS,
-        log=log,
-        log_every=experiment.training.log_every,
-        save=lambda step, state, position: None,
-        save_every=LOOP_STEPS,
-        place=program.place_rate,
-    )
-    return state, time.perf_counter() - begin

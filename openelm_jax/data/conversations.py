@@ -20,7 +20,7 @@ from openelm_jax.data.chat import (
     encode,
     encode_behind,
 )
-from openelm_jax.data.instructions import PromptForm, prompt
+from openelm_jax.data.instructions import PromptForm, instruction_of, prompt
 from openelm_jax.data.objects import Object
 from openelm_jax.errors import UserError
 from openelm_jax.tokenizer import Tokenizer
@@ -83,12 +83,9 @@ def encode_record(
         messages = messages_of(fields["messages"], where, "messages")
         return _conversation(tokenizer, messages, where, "messages", chat)
     if "instruction" in fields:
-        asked, about = _text(fields, "instruction", where), fields.get("input") or ""
-        if not isinstance(about, str):
-            raise UserError(f"{where}: input is {about!r}: it must be a text.")
-        return encode_text(
-            tokenizer, prompt(asked, about, instruction), _answer(fields, "output", where)
-        )
+        asked = instruction_of(record)
+        text = prompt(asked.instruction, asked.input, instruction)
+        return encode_text(tokenizer, text, asked.output)
     if "prompt" in fields and "completion" in fields:
         if isinstance(fields["prompt"], list):
             messages = messages_of(fields["prompt"], where, "prompt")

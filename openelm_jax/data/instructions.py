@@ -1,16 +1,14 @@
 """Instruction records of LLM-Adapters (arXiv 2304.01933) and the two forms of their prompts.
 
-A file is one JSON list of {"instruction", "input", "output", "answer"}, gzipped or not.
+A record is {"instruction", "input", "output", "answer"}; its files are lists of them.
 """
 
 from __future__ import annotations
 
-import gzip
-import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
+from openelm_jax.data.objects import Object
 from openelm_jax.errors import UserError
 
 PromptForm = Literal["corenet", "llm-adapters"]
@@ -29,32 +27,21 @@ class Instruction:
     answer: str = ""
 
 
-def read_instructions(path: Path) -> list[Instruction]:
-    """Return a file's records.
-
-    Raises UserError naming the file, and the record by its number from 1, for anything else.
-    """
-    try:
-        raw = path.read_bytes()
-        records = json.loads(gzip.decompress(raw) if path.suffix == ".gz" else raw)
-    except (OSError, EOFError, ValueError) as fault:
-        raise UserError(f"{path} cannot be read as JSON ({fault}); fetch it again.") from None
-    if not isinstance(records, list) or not records:
-        raise UserError(f"{path} is no list of records: give a file of LLM-Adapters' form.")
-    return [_record(record, f"{path}, record {number}") for number, record in enumerate(records, 1)]
-
-
-def _record(record: object, where: str) -> Instruction:
-    if not isinstance(record, dict):
-        raise UserError(f"{where} is {str(record)[:40]!r}: it must be an object.")
-    for name in ("instruction", "output"):
-        if not isinstance(record.get(name), str) or not record[name].strip():
-            raise UserError(f"{where}: {name} must be a text that is not empty.")
-    texts = {name: record.get(name) or "" for name in ("input", "answer")}
-    for name, text in texts.items():
+def instruction_of(record: Object) -> Instruction:
+    """Return the instruction of a record; UserError with its place for fields that are no texts."""
+    fields, where = record
+    texts: dict[str, str] = {}
+    for name in ("instruction", "output", "input", "answer"):
+        needed = name in ("instruction", "output")
+        text = fields.get(name)
+        if text is None and not needed:
+            text = ""
         if not isinstance(text, str):
             raise UserError(f"{where}: {name} is {text!r}: it must be a text.")
-    return Instruction(record["instruction"], record["output"], texts["input"], texts["answer"])
+        if needed and not text.strip():
+            raise UserError(f"{where}: {name} is empty: there is nothing to learn.")
+        texts[name] = text
+    return Instruction(**texts)
 
 
 def prompt(instruction: str, input: str = "", form: PromptForm = "corenet") -> str:

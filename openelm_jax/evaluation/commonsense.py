@@ -16,7 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
-from openelm_jax.data.instructions import Instruction, PromptForm, prompt, read_instructions
+from openelm_jax.data.instructions import Instruction, PromptForm, instruction_of, prompt
+from openelm_jax.data.objects import Object, read_objects
 from openelm_jax.errors import UserError
 from openelm_jax.evaluation.suites import COMMONSENSE, Results, Task, Value
 from openelm_jax.generation.language_model import LanguageModel
@@ -61,15 +62,24 @@ def open_sets(data: Path, names: Sequence[str]) -> dict[Task, list[Instruction]]
             f"--data {data} has no {', '.join(f'{name}/test.json' for name in missing)}: fetch "
             "LLM-Adapters' folder dataset, or name the sets that are there with --sets."
         )
-    found = {name: read_instructions(file) for name, file in files.items() if file is not None}
-    for name, records in found.items():
-        for number, record in enumerate(records, 1):
-            if record.answer not in (words := answer_words(record.instruction)):
-                raise UserError(
-                    f"{files[name]}, record {number}: the answer {record.answer!r} is none of "
-                    f"{', '.join(words) or 'the words that its last line should name'}."
-                )
-    return {tasks[name]: records for name, records in found.items()}
+    sets = {
+        tasks[name]: [_answerable(record) for record in read_objects(str(file))]
+        for name, file in files.items()
+    }
+    for task, records in sets.items():
+        if not records:
+            raise UserError(f"{files[task.name]} holds no record: fetch it again.")
+    return sets
+
+
+def _answerable(record: Object) -> Instruction:
+    instruction = instruction_of(record)
+    if instruction.answer not in (words := answer_words(instruction.instruction)):
+        raise UserError(
+            f"{record.where}: the answer {instruction.answer!r} is none of "
+            f"{', '.join(words) or 'the words that its last line should name'}."
+        )
+    return instruction
 
 
 def _file(data: Path, name: str) -> Path | None:
