@@ -171,14 +171,12 @@ def encode_preferences(
     pairs, dropped = [], dict.fromkeys(REASONS, 0)
     for record in records:
         preference = read_preference(record)
-        reason = _reason(preference, drop_equal_ratings)
-        pair = truncate(encode_preference(tokenizer, preference, form), truncation)
-        if reason is None and pair is None:
-            reason = "truncated away"
-        if reason is not None:
+        if reason := _reason(preference, drop_equal_ratings):
             dropped[reason] += 1
-        elif pair is not None:
+        elif pair := truncate(encode_preference(tokenizer, preference, form), truncation):
             pairs.append(pair)
+        else:
+            dropped["truncated away"] += 1
     return pairs, dropped
 
 
